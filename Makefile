@@ -1,0 +1,55 @@
+# The commands of this project. Each sets itself up from a bare Python >= 3.10 in a
+# .venv of its own, and does again only what changed. Building is in plugin/build.py.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest -n auto
+SOURCES := jax_flash_metal plugin tests tools examples
+
+.PHONY: help setup build test test-all check-kernels lint format wheels demo clean
+
+help: ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+setup: $(PY) ## the virtual environment with the project installed in it, editable
+	@$(PY) tools/environments.py install
+
+build: setup ## the native library, in the source tree
+	@$(PY) -m plugin.build
+
+check-kernels: setup ## the strict front end and the race checker over every kernel
+	@$(PY) -m plugin.device.software.frontend
+
+lint: setup ## ruff and mypy
+	@$(PY) -m ruff check $(SOURCES)
+	@$(PY) -m ruff format --check $(SOURCES)
+	@$(PY) -m mypy
+
+format: setup ## let ruff put the sources in order
+	@$(PY) -m ruff check --fix $(SOURCES)
+	@$(PY) -m ruff format $(SOURCES)
+
+test: lint build check-kernels ## lint, build, kernel checks and the tests
+	@$(PYTEST) -m "not slow"
+
+test-all: lint build check-kernels ## every test, the slow ones too, and every corner of JAX versions
+	@$(PYTEST)
+	@$(PY) tools/environments.py corners -n auto -m "not slow"
+
+wheels: setup ## wheels for Linux x86-64 and aarch64, in dist/
+	@for target in linux-x86_64 linux-aarch64; do \
+	  JAX_FLASH_METAL_TARGET=$$target $(PY) -m pip wheel --quiet --disable-pip-version-check \
+	    --no-deps --no-build-isolation --wheel-dir dist . || exit 1; \
+	done
+	@ls dist
+
+demo: build ## train a small transformer, then compare memory
+	@$(PY) examples/train_gpt.py
+
+clean: ## remove what was built; the environments stay
+	rm -rf build dist jax_flash_metal/_native

@@ -1,0 +1,507 @@
+"""The public functions: arguments in, checks, the decision, one call of `autodiff`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash_metal import autodiff, checks, reference, support
+from jax_flash_metal.config import (
+    AttentionConfig,
+    AttentionOperands,
+    Implementation,
+)
+from jax_flash_metal.support import Explanation
+
+Array = jax.Array
+
+_logger = logging.getLogger("jax_flash_metal")
+
+
+@overload
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = ...,
+    mask: Any = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    q_offset: Any = ...,
+    sliding_window: int | tuple[int | None, int | None] | None = ...,
+    logits_soft_cap: float | None = ...,
+    segment_ids: tuple[Any, Any] | None = ...,
+    query_seq_lengths: Any = ...,
+    key_value_seq_lengths: Any = ...,
+    sinks: Any = ...,
+    alibi_slopes: Any = ...,
+    dropout_rate: float = ...,
+    dropout_key: Any = ...,
+    return_logsumexp: Literal[False] = ...,
+    implementation: Implementation = ...,
+) -> Array: ...
+
+
+@overload
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = ...,
+    mask: Any = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    q_offset: Any = ...,
+    sliding_window: int | tuple[int | None, int | None] | None = ...,
+    logits_soft_cap: float | None = ...,
+    segment_ids: tuple[Any, Any] | None = ...,
+    query_seq_lengths: Any = ...,
+    key_value_seq_lengths: Any = ...,
+    sinks: Any = ...,
+    alibi_slopes: Any = ...,
+    dropout_rate: float = ...,
+    dropout_key: Any = ...,
+    return_logsumexp: Literal[True],
+    implementation: Implementation = ...,
+) -> tuple[Array, Array]: ...
+
+
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    q_offset: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    segment_ids: tuple[Any, Any] | None = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Any = None,
+    return_logsumexp: bool = False,
+    implementation: Implementation = None,
+) -> Array | tuple[Array, Array]:
+    """Exact attention whose memory grows with the lengths, not with their product.
+
+        x         = scale * (query · keyᵀ) + bias - alibi_slope * |i + q_offset - j|
+        x         = cap * tanh(x / cap)                        with logits_soft_cap
+        x         = -inf where query i does not see key j
+        logsumexp = log Σ_j exp(x_j)                           (+ the sink's exp)
+        out       = dropout(exp(x - logsumexp)) · value
+
+    B batch, T = q_len, S = kv_len, N query heads, K key-value heads (N a multiple of K;
+    query head n uses key-value head n // (N // K)), H head_dim, V value_head_dim. The
+    batch dimension may be missing in all arguments.
+
+    Args:
+      query: [B, T, N, H] in float32, float16, bfloat16 or float64.
+      key: [B, S, K, H], same dtype.
+      value: [B, S, K, V], same dtype.
+      bias: Added to the scaled scores; any floating dtype, broadcastable to
+        [B, N, T, S]. -inf hides the key; every finite number is an ordinary number.
+      mask: bool, True = attend; broadcastable to [B, N, T, S].
+      scale: Multiplies the scores; a Python number. None: 1 / sqrt(H).
+      is_causal: Query i sees key j only if j <= i + q_offset.
+      q_offset: Position of the first query among the keys: an int, or an integer scalar
+        array. None and 0: top-left as in jax.nn; S - T: bottom-right.
+      sliding_window: (left, right), inclusive numbers of neighbours of position
+        i + q_offset that query i sees; None on a side: no limit; an int n: (n, n).
+      logits_soft_cap: A positive Python number.
+      segment_ids: (int32 [B, T], int32 [B, S]): tokens see only equal ids.
+      query_seq_lengths: int32 [B]; rows from there on give 0.
+      key_value_seq_lengths: int32 [B]; keys from there on are hidden.
+      sinks: floating [N], one more score per head that has no value.
+      alibi_slopes: floating [N].
+      dropout_rate: In [0, 1); a Python number.
+      dropout_key: A JAX key; needed when dropout_rate > 0. The bit of an element
+        depends only on the key and its indices.
+      return_logsumexp: Also return logsumexp.
+      implementation: "metal": the Metal kernels (on platform cpu the software Metal
+        device). "xla": the reference, O(T * S) memory, the only one with forward-mode
+        derivatives. None: the kernels where they are for production use and cover the
+        call, else the reference; `explain` tells.
+
+    Returns:
+      out [B, T, N, V] in the dtype of query; with return_logsumexp also logsumexp
+      [B, N, T] (natural logarithm, float32; float64 for float64 inputs).
+
+    Raises:
+      ValueError: A shape, dtype or value is wrong.
+      TypeError: An argument is of the wrong kind.
+      NotImplementedError: implementation="metal" and no kernel covers the call.
+
+    Notes:
+      A row that sees no key gives 0, logsumexp -inf and no gradient, also with sinks.
+      NaN and infinities reach exactly the rows that see them (under
+      implementation="xla" that is not so for cotangents). Accumulation is float32.
+      Differentiable in query, key, value, bias, sinks and alibi_slopes, in reverse mode
+      to any order; logsumexp has a gradient.
+
+    References:
+      Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2,
+      arXiv:2307.08691; Milakov and Gimelshein, Online normalizer calculation for
+      softmax, arXiv:1805.02867.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_flash_metal import flash_attention
+      >>> query = jnp.ones((2, 37, 6, 64))
+      >>> key = value = jnp.ones((2, 53, 3, 64))
+      >>> flash_attention(query, key, value, is_causal=True).shape
+      (2, 37, 6, 64)
+    """
+    return_logsumexp = checks.flag("return_logsumexp", return_logsumexp)
+    operands, config = _prepare(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        q_offset=q_offset,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        segment_ids=segment_ids,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        implementation=implementation,
+    )
+    out, logsumexp = run(operands, config)
+    if query.ndim == 3:
+        out, logsumexp = out[0], logsumexp[0]
+    return (out, logsumexp) if return_logsumexp else out
+
+
+def run(operands: AttentionOperands, config: AttentionConfig) -> tuple[Array, Array]:
+    """Returns out and logsumexp of checked operands."""
+    if config.implementation == "xla":
+        return reference.attention(operands, config)
+    reason = support.unfused_reason(operands, config)
+    if reason is not None:
+        if config.implementation == "metal":
+            raise support.demand_kernels(reason)
+        log_fallback(f"flash_attention takes the reference: {reason}.")
+    return autodiff.attention(operands, config, reason is None)
+
+
+@functools.cache
+def log_fallback(sentence: str) -> None:
+    """Logs each sentence once per process."""
+    _logger.info("%s", sentence)
+
+
+def _prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: Any = False,
+    q_offset: Any = None,
+    sliding_window: Any = None,
+    logits_soft_cap: Any = None,
+    segment_ids: Any = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_key: Any = None,
+    broadcast_dropout: bool = False,
+    implementation: Any = None,
+) -> tuple[AttentionOperands, AttentionConfig]:
+    """Checks everything; gives every operand a batch dimension.
+
+    broadcast_dropout (not public): one set of dropout bits for all batch indices and
+    heads, as Flax has it.
+    """
+    query = checks.array("query", query)
+    key = checks.array("key", key)
+    value = checks.array("value", value)
+    checks.check_qkv(query, key, value)
+    batched = query.ndim == 4
+    if not batched:
+        query, key, value = query[None], key[None], value[None]
+    batch_size, q_len, num_heads, head_dim = query.shape
+    kv_len = key.shape[1]
+    scores_shape = (batch_size, num_heads, q_len, kv_len)
+
+    operands: dict[str, Array] = {}
+    if bias is not None:
+        operands["bias"] = checks.bias(bias, scores_shape)
+    if mask is not None:
+        operands["mask"] = checks.mask(mask, scores_shape)
+    if segment_ids is not None:
+        ids = checks.segment_ids(
+            segment_ids, batch_size, q_len, kv_len, batched=batched
+        )
+        operands["q_segment_ids"], operands["kv_segment_ids"] = ids
+    lengths = (
+        ("query_seq_lengths", query_seq_lengths),
+        ("key_value_seq_lengths", key_value_seq_lengths),
+    )
+    for name, length in lengths:
+        if length is not None:
+            operands[name] = checks.seq_lengths(
+                name, length, batch_size, batched=batched
+            )
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if per_head is not None:
+            operands[name] = checks.per_head(name, per_head, num_heads)
+
+    is_causal = checks.flag("is_causal", is_causal)
+    window = checks.sliding_window(sliding_window)
+    offset = checks.q_offset(
+        q_offset,
+        has_effect=is_causal or window is not None or alibi_slopes is not None,
+    )
+    if not isinstance(offset, int):
+        operands["q_offset"] = offset
+    rate = checks.dropout_rate(dropout_rate, dropout_key)
+    if dropout_key is not None:
+        dropout_key = checks.dropout_key(dropout_key)
+    if rate:
+        operands["dropout_key"] = dropout_key
+        step = 0 if broadcast_dropout else 1
+        operands["dropout_batch_indices"] = step * jnp.arange(batch_size)
+        operands["dropout_head_indices"] = step * jnp.arange(num_heads)
+
+    config = AttentionConfig(
+        scale=checks.scale(scale, head_dim),
+        is_causal=is_causal,
+        q_offset=offset if isinstance(offset, int) else 0,
+        sliding_window=window,
+        logits_soft_cap=checks.logits_soft_cap(logits_soft_cap),
+        dropout_rate=rate,
+        implementation=checks.implementation(implementation),
+    )
+    return AttentionOperands(query, key, value, **operands), config
+
+
+def explain(*args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+    """Which implementation `flash_attention` takes for these arguments, and why.
+
+    Args:
+      *args: As for `flash_attention`; arrays may be `jax.ShapeDtypeStruct`s.
+      platform: A JAX platform; None: `jax.default_backend()`.
+      **kwargs: As for `flash_attention`.
+
+    Returns:
+      An `Explanation`; its text is one line.
+
+    Raises:
+      ValueError, TypeError: As `flash_attention` does.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_flash_metal
+      >>> x = jax.ShapeDtypeStruct((2, 37, 6, 64), jnp.float32)
+      >>> print(jax_flash_metal.explain(x, x, x, implementation="xla"))
+      xla: implementation='xla' asks for the reference.
+    """
+    operands, config = _abstract_prepare(*args, **kwargs)
+    return support.explain(operands, config, platform or jax.default_backend())
+
+
+def is_supported(*args: Any, **kwargs: Any) -> bool:
+    """Whether the Metal kernels cover these arguments of `flash_attention`.
+
+    That is, whether `implementation="metal"` is accepted on a platform with kernels.
+    Arguments and exceptions as for `explain`.
+    """
+    operands, config = _abstract_prepare(*args, **kwargs)
+    return support.unfused_reason(operands, config) is None
+
+
+def _abstract_prepare(
+    *args: Any, return_logsumexp: Any = False, **kwargs: Any
+) -> tuple[AttentionOperands, AttentionConfig]:
+    """`_prepare` on shapes: runs it on tracers, so both see the same arguments."""
+    checks.flag("return_logsumexp", return_logsumexp)
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
+    is_array = [isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) for x in leaves]
+    prepared: list[tuple[AttentionOperands, AttentionConfig]] = []
+
+    def prepare(arrays: list[Any]) -> None:
+        rest = iter(arrays)
+        merged = [next(rest) if a else x for a, x in zip(is_array, leaves)]
+        prepare_args, prepare_kwargs = jax.tree.unflatten(tree, merged)
+        prepared.append(_prepare(*prepare_args, **prepare_kwargs))
+
+    jax.eval_shape(prepare, [x for a, x in zip(is_array, leaves) if a])
+    return prepared[0]
+
+
+@overload
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = ...,
+    mask: Any = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Any = ...,
+    key_value_seq_lengths: Any = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: Implementation = ...,
+    return_residual: Literal[False] = ...,
+) -> Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = ...,
+    mask: Any = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: Any = ...,
+    key_value_seq_lengths: Any = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: Implementation = ...,
+    return_residual: Literal[True],
+) -> tuple[Array, Array]: ...
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation = None,
+    return_residual: bool = False,
+) -> Array | tuple[Array, Array]:
+    """`jax.nn.dot_product_attention` through our kernels: a drop-in replacement.
+
+    Formula, shapes and exceptions as in `flash_attention`. The arguments are those of
+    the newest jax.nn function, on every JAX version.
+
+    Args:
+      query: [B, T, N, H] or [T, N, H].
+      key: [B, S, K, H] or [S, K, H].
+      value: [B, S, K, V] or [S, K, V].
+      bias: Broadcastable to [B, N, T, S].
+      mask: bool, broadcastable to [B, N, T, S].
+      scale: None: 1 / sqrt(H).
+      is_causal: Query i sees key j only if j <= i.
+      query_seq_lengths: int32 [B].
+      key_value_seq_lengths: int32 [B].
+      local_window_size: (left, right), inclusive, or an int for both.
+      implementation: None, "metal" or "xla", see `flash_attention`.
+      return_residual: Also return logsumexp as [B, T, N] in the dtype of key.
+
+    Returns:
+      out [B, T, N, V]; with return_residual a pair of it and the residual.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: As `flash_attention`.
+
+    Notes:
+      Differences from jax.nn: a fully masked row gives 0 and the residual -inf (there:
+      the mean of value and a large finite number); NaN in hidden positions does not
+      leak; value_head_dim may differ from head_dim; the residual has a gradient.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_flash_metal import dot_product_attention
+      >>> x = jnp.ones((2, 37, 6, 64))
+      >>> dot_product_attention(x, x, x, is_causal=True).shape
+      (2, 37, 6, 64)
+    """
+    return_residual = checks.flag("return_residual", return_residual)
+    out, logsumexp = flash_attention(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        sliding_window=checks.sliding_window(local_window_size, "local_window_size"),
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        return_logsumexp=True,
+        implementation=implementation,
+    )
+    if not return_residual:
+        return out
+    return out, jnp.swapaxes(logsumexp, -1, -2).astype(out.dtype)
+
+
+def merge_partials(
+    outs: Sequence[Array], logsumexps: Sequence[Array]
+) -> tuple[Array, Array]:
+    """Attention over all keys from attentions over disjoint parts of the keys.
+
+        logsumexp = log Σ_i exp(logsumexp_i);   out = Σ_i exp(logsumexp_i - logsumexp) out_i
+
+    For ring attention and split decoding. Parts that a row does not see (logsumexp -inf)
+    count nothing. Differentiable.
+
+    Args:
+      outs: Each [*B, T, N, V], as `flash_attention` returns them.
+      logsumexps: Each [*B, N, T], of the same calls.
+
+    Returns:
+      out [*B, T, N, V] in the dtype of the first out, and logsumexp [*B, N, T].
+
+    Raises:
+      ValueError: No parts, different numbers of parts, or shapes that do not agree.
+    """
+    if not outs or len(outs) != len(logsumexps):
+        raise ValueError(
+            "outs and logsumexps must have the same number of parts, at least 1, but "
+            f"got {len(outs)} and {len(logsumexps)}."
+        )
+    for out, lse in zip(outs, logsumexps):
+        same = out.shape == outs[0].shape and lse.shape == logsumexps[0].shape
+        *batch, q_len, num_heads, _ = out.shape
+        if not same or lse.shape != (*batch, num_heads, q_len):
+            raise ValueError(
+                "outs and logsumexps must have the shapes (*batch, q_len, num_heads, "
+                "head_dim) and (*batch, num_heads, q_len), the same for all parts, but "
+                f"got {[o.shape for o in outs]} and {[x.shape for x in logsumexps]}."
+            )
+    stacked = jnp.stack(logsumexps)
+    has_keys = (stacked > -jnp.inf).any(0) | jnp.isnan(stacked).any(0)
+    # Finite operands in the rows without keys, so that the gradient has no inf - inf.
+    safe = jnp.where(has_keys, stacked, 0)
+    logsumexp = jax.nn.logsumexp(safe, axis=0)
+    weights = jnp.where(has_keys, jnp.exp(safe - logsumexp), 0)
+    weights = jnp.swapaxes(weights, -1, -2)[..., None]
+    parts = jnp.stack(outs).astype(weights.dtype)
+    out = (weights * parts).sum(0).astype(outs[0].dtype)
+    return out, jnp.where(has_keys, logsumexp, -jnp.inf)

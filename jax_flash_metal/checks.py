@@ -1,0 +1,303 @@
+"""Checks of arguments: each failure is one sentence with the argument's name and shapes.
+
+ValueError: wrong shape, dtype or value. TypeError: wrong kind of argument. Whether a
+kernel exists for a valid call is another question (`support`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash_metal._jax_compat import is_prng_key, is_tracer
+from jax_flash_metal.config import IMPLEMENTATIONS, Implementation, SegmentIds
+
+Array = jax.Array
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+# i + q_offset must not overflow int32.
+_MAX_Q_OFFSET = 2**30
+
+
+def array(name: str, x: Any) -> Array:
+    """`x` as a jax.Array; arrays only, so that a forgotten argument is noticed."""
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        raise TypeError(f"{name} must be an array, but got {type(x).__name__}.")
+    return jnp.asarray(x)
+
+
+def check_qkv(query: Array, key: Array, value: Array) -> None:
+    if query.ndim not in (3, 4):
+        raise ValueError(
+            "query must have shape (batch, q_len, num_heads, head_dim) or "
+            f"(q_len, num_heads, head_dim), but got query.shape={query.shape}."
+        )
+    for name, a in (("key", key), ("value", value)):
+        both = f"query.shape={query.shape} and {name}.shape={a.shape}"
+        if a.ndim != query.ndim:
+            raise ValueError(
+                f"query and {name} must have the same rank, but got {both}."
+            )
+        if a.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"query and {name} must have the same batch size, but got {both}."
+            )
+
+    both = f"key.shape={key.shape} and value.shape={value.shape}"
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"key and value must have the same kv_len, but got {both}.")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value must have the same num_kv_heads, but got {both}."
+        )
+
+    both = f"query.shape={query.shape} and key.shape={key.shape}"
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same head_dim, but got {both}.")
+    sizes = (
+        ("num_heads", "query", query, -2),
+        ("num_kv_heads", "key", key, -2),
+        ("head_dim", "query", query, -1),
+        ("value_head_dim", "value", value, -1),
+    )
+    for size, name, a, axis in sizes:
+        if a.shape[axis] == 0:
+            raise ValueError(
+                f"{size} must be at least 1, but got {name}.shape={a.shape}."
+            )
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, but got {both}."
+        )
+
+    if query.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"query must have one of the dtypes {', '.join(_DTYPES)}, but got "
+            f"query.dtype={query.dtype}."
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            "query, key and value must have the same dtype, but got "
+            f"query.dtype={query.dtype}, key.dtype={key.dtype} and "
+            f"value.dtype={value.dtype}."
+        )
+
+
+def scores_operand(name: str, x: Any, scores_shape: tuple[int, ...]) -> Array:
+    """A bias or mask, with leading dimensions of size 1 up to the rank of the scores."""
+    x = array(name, x)
+    aligned = (1,) * (len(scores_shape) - x.ndim) + x.shape
+    if len(aligned) != len(scores_shape) or any(
+        size not in (1, full) for size, full in zip(aligned, scores_shape)
+    ):
+        raise ValueError(
+            f"{name} must be broadcastable to (batch, num_heads, q_len, kv_len)="
+            f"{scores_shape}, but got {name}.shape={x.shape}."
+        )
+    return x.reshape(aligned)
+
+
+def bias(x: Any, scores_shape: tuple[int, ...]) -> Array:
+    x = scores_operand("bias", x, scores_shape)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"bias must have a floating dtype, but got bias.dtype={x.dtype}."
+        )
+    return x
+
+
+def mask(x: Any, scores_shape: tuple[int, ...]) -> Array:
+    x = scores_operand("mask", x, scores_shape)
+    if x.dtype != jnp.bool_:
+        raise ValueError(
+            "mask must have dtype bool (True = attend), but got "
+            f"mask.dtype={x.dtype}; pass an additive mask as bias."
+        )
+    return x
+
+
+def number(name: str, x: Any) -> float:
+    """A static float."""
+    if isinstance(x, (bool, str)) or x is None or is_tracer(x):
+        raise TypeError(
+            f"{name} must be a Python number (it is compiled into the program), "
+            f"but got {type(x).__name__}."
+        )
+    try:
+        return float(x)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must be a Python number, but got {type(x).__name__}."
+        ) from None
+
+
+def flag(name: str, x: Any) -> bool:
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(
+            f"{name} must be a bool (it is compiled into the program), but got "
+            f"{type(x).__name__}."
+        )
+    return bool(x)
+
+
+def scale(x: Any, head_dim: int) -> float:
+    if x is None:
+        return 1.0 / math.sqrt(head_dim)
+    result = number("scale", x)
+    if not math.isfinite(result):
+        raise ValueError(f"scale must be finite, but got scale={result}.")
+    return result
+
+
+def logits_soft_cap(x: Any) -> float | None:
+    if x is None:
+        return None
+    result = number("logits_soft_cap", x)
+    if not (math.isfinite(result) and result > 0):
+        raise ValueError(
+            "logits_soft_cap must be positive and finite, but got "
+            f"logits_soft_cap={result}."
+        )
+    return result
+
+
+def q_offset(x: Any, *, has_effect: bool) -> int | Array:
+    """A static int, or an int32 scalar array that may be traced."""
+    if x is None:
+        return 0
+    if not has_effect:
+        raise ValueError(
+            "q_offset needs is_causal=True, sliding_window or alibi_slopes (without "
+            f"them it has no effect), but got q_offset={x}."
+        )
+    if isinstance(x, jax.Array):
+        if x.ndim or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(
+                "q_offset must be an int or an integer scalar array, but got "
+                f"q_offset.shape={x.shape} and q_offset.dtype={x.dtype}."
+            )
+        return x.astype(jnp.int32)
+    offset = _static_int(x)
+    if offset is None:
+        raise TypeError(
+            "q_offset must be an int or an integer scalar array, but got "
+            f"{type(x).__name__}."
+        )
+    if abs(offset) > _MAX_Q_OFFSET:
+        raise ValueError(
+            f"q_offset must lie in [-2**30, 2**30], but got q_offset={offset}."
+        )
+    return offset
+
+
+def sliding_window(
+    x: Any, name: str = "sliding_window"
+) -> tuple[int | None, int | None] | None:
+    if x is None:
+        return None
+    pair = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
+    sides = tuple(None if side is None else _static_int(side) for side in pair)
+    if len(pair) != 2 or any(
+        side is None and given is not None for side, given in zip(sides, pair)
+    ):
+        raise TypeError(
+            f"{name} must be an int or a pair (left, right) of ints or None, but got "
+            f"{x!r}."
+        )
+    if any(side is not None and side < 0 for side in sides):
+        raise ValueError(f"{name} must not be negative, but got {x!r}.")
+    left, right = sides
+    return None if left is None and right is None else (left, right)
+
+
+def _static_int(x: Any) -> int | None:
+    if isinstance(x, (bool, np.bool_)) or is_tracer(x):
+        return None
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
+
+
+def segment_ids(
+    x: Any, batch_size: int, q_len: int, kv_len: int, *, batched: bool
+) -> SegmentIds:
+    if not (isinstance(x, (tuple, list)) and len(x) == 2):
+        raise TypeError(
+            "segment_ids must be a pair (q ids, kv ids), but got "
+            f"{type(x).__name__}."
+        )
+    return SegmentIds(
+        *(
+            _int32(
+                f"segment_ids.{side}",
+                ids,
+                f"(batch, {side}_len)",
+                (batch_size, length),
+                batched=batched,
+            )
+            for side, ids, length in (("q", x[0], q_len), ("kv", x[1], kv_len))
+        )
+    )
+
+
+def seq_lengths(name: str, x: Any, batch_size: int, *, batched: bool) -> Array:
+    return _int32(name, x, "(batch,)", (batch_size,), batched=batched)
+
+
+def _int32(
+    name: str, x: Any, dims: str, shape: tuple[int, ...], *, batched: bool
+) -> Array:
+    """Without a batch dimension in the call, it may be left out here too."""
+    x = array(name, x)
+    accepted = (shape,) if batched else (shape, shape[1:])
+    if x.shape not in accepted or x.dtype != jnp.int32:
+        raise ValueError(
+            f"{name} must be int32 of shape {dims}={shape}, but got "
+            f"{name}.shape={x.shape} and {name}.dtype={x.dtype}."
+        )
+    return x.reshape(shape)
+
+
+def per_head(name: str, x: Any, num_heads: int) -> Array:
+    x = array(name, x)
+    if x.shape != (num_heads,) or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} must be floating of shape (num_heads,)={(num_heads,)}, but got "
+            f"{name}.shape={x.shape} and {name}.dtype={x.dtype}."
+        )
+    return x
+
+
+def dropout_rate(x: Any, key: Any) -> float:
+    rate = number("dropout_rate", x)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must lie in [0, 1), but got {rate}.")
+    if rate and key is None:
+        raise ValueError(
+            f"dropout_rate={rate} needs a dropout_key, but got dropout_key=None."
+        )
+    return rate
+
+
+def dropout_key(x: Any) -> Array:
+    """The key's data: uint32 [2], or [4] for generators other than threefry."""
+    data = jax.random.key_data(x) if is_prng_key(x) else array("dropout_key", x)
+    if data.shape not in ((2,), (4,)) or data.dtype != jnp.uint32:
+        raise ValueError(
+            "dropout_key must be one key (jax.random.key) or its uint32 data, but got "
+            f"dropout_key.shape={x.shape} and dropout_key.dtype={x.dtype}."
+        )
+    return data
+
+
+def implementation(x: Any) -> Implementation:
+    for known in IMPLEMENTATIONS:
+        if known == x:
+            return known
+    raise ValueError(f"implementation must be None, 'metal' or 'xla', but got {x!r}.")

@@ -1,0 +1,123 @@
+"""Code for the primitives: a custom call to the kernels, or the reference.
+
+The one table of platforms that have our custom calls is here, and the names and
+attributes that the handlers (plugin/ffi) decode: version 1 of the wire format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_flash_metal import reference
+from jax_flash_metal._jax_compat import Primitive, ffi_lowering, mlir
+from jax_flash_metal.config import AttentionConfig, AttentionOperands
+
+FORWARD_TARGET = "jax_flash_metal_forward_v1"
+BACKWARD_TARGET = "jax_flash_metal_backward_v1"
+WIRE_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelPlatform:
+    """A JAX platform whose runtime has our custom calls.
+
+    Attributes:
+      device: What runs the kernels there, for messages.
+      by_default: Whether a call that names no implementation takes the kernels.
+    """
+
+    device: str
+    by_default: bool
+
+
+# Another platform with our handlers is another row.
+KERNEL_PLATFORMS: dict[str, KernelPlatform] = {
+    "cpu": KernelPlatform("the software Metal device", by_default=False),
+}
+
+
+def attributes(config: AttentionConfig) -> dict[str, Any]:
+    """The custom call's attributes: exactly these names and types."""
+    return {
+        "version": np.int64(WIRE_VERSION),
+        "scale": np.float32(config.scale),
+        "is_causal": np.bool_(config.is_causal),
+        "q_offset": np.int64(config.q_offset),
+    }
+
+
+def takes_kernels(config: AttentionConfig, platform: str) -> bool:
+    """Whether the program for `platform` calls the kernels or the reference.
+
+    Raises:
+      NotImplementedError: The kernels are demanded where there are none.
+    """
+    row = KERNEL_PLATFORMS.get(platform)
+    if config.implementation == "metal" and row is None:
+        raise NotImplementedError(
+            "implementation='metal' needs one of the platforms "
+            f"{sorted(KERNEL_PLATFORMS)}, but this program is compiled for "
+            f"{platform!r}; implementation=None or 'xla' runs everywhere."
+        )
+    if config.implementation is None:
+        return row is not None and row.by_default
+    return config.implementation == "metal"
+
+
+def register(forward: Primitive, backward: Primitive) -> None:
+    """Registers the lowerings of the two primitives on every platform."""
+    rules = (
+        (forward, FORWARD_TARGET, _forward_reference),
+        (backward, BACKWARD_TARGET, _backward_reference),
+    )
+    for primitive, target, fallback in rules:
+        for platform in KERNEL_PLATFORMS:
+            rule = functools.partial(_lower, target, fallback, platform)
+            mlir.register_lowering(primitive, rule, platform=platform)
+        mlir.register_lowering(
+            primitive, functools.partial(_lower, target, fallback, None)
+        )
+
+
+def _lower(
+    target: str,
+    fallback: Callable[..., Sequence[jax.Array]],
+    platform: str | None,
+    ctx: Any,
+    *operands: Any,
+    config: AttentionConfig,
+) -> Any:
+    """`platform` None: one without a row in the table."""
+    if platform is None:
+        platform = "/".join(ctx.module_context.platforms)
+    if takes_kernels(config, platform):
+        # Here and not at import: `import jax_flash_metal` must stay light.
+        from jax_flash_metal.platforms import ensure_registered
+
+        ensure_registered()
+        return ffi_lowering(target)(ctx, *operands, **attributes(config))
+    lower = mlir.lower_fun(fallback, multiple_results=True)
+    return lower(ctx, *operands, config=config)
+
+
+def _forward_reference(
+    *operands: jax.Array, config: AttentionConfig
+) -> Sequence[jax.Array]:
+    return reference.attention(AttentionOperands(*operands), config)
+
+
+def _backward_reference(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *residuals: jax.Array,
+    config: AttentionConfig,
+) -> Sequence[jax.Array]:
+    operands = AttentionOperands(query, key, value)
+    return reference.attention_backward(operands, *residuals, config)[:3]

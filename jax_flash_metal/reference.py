@@ -1,0 +1,376 @@
+"""The unfused definition of attention in plain jax.numpy: every rule of the contract.
+
+The meaning that the kernels are held to, and what runs where there is no kernel. Scores
+and sums are float32 (float64 for float64 inputs) and memory is O(q_len * kv_len). Plain
+differentiable code: forward mode, reverse mode and any order of both.
+
+    x     = scale * (q · kᵀ) + bias - slope * |i + q_offset - j|
+    x     = cap * tanh(x / cap)
+    p     = exp(x - logsumexp) over the visible keys, 0 elsewhere
+    out   = dropout(p) · v
+
+    delta = rowsum(dout ∘ out) - dlogsumexp
+    dp    = dropout(dout · vᵀ)
+    ds    = p ∘ (dp - delta) ∘ (1 - (x / cap)²)
+    dq    = scale * ds · k;   dk = scale * dsᵀ · q;   dv = dropout(p)ᵀ · dout
+    dbias = ds summed over the axes that bias broadcasts;  dsinks = -Σ p_sink ∘ delta
+
+A non-finite input must reach the rows that see it and no others, but 0 * NaN is NaN in
+every product. So non-finite elements are replaced by 0 and the rows that see one are
+poisoned: their visible scores become NaN.
+
+Letters of the einsums: t queries, s keys, k key-value heads, g query heads per key-value
+head, h head_dim, `...` batch dimensions, each full or 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_flash_metal.config import AttentionConfig, AttentionOperands
+
+Array = jax.Array
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the differentiable operands; None for absent ones."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None = None
+    sinks: Array | None = None
+    alibi_slopes: Array | None = None
+
+
+def attention(
+    operands: AttentionOperands, config: AttentionConfig
+) -> tuple[Array, Array]:
+    """Returns out [*B, q_len, num_heads, value_head_dim] and logsumexp [*B, N, q_len]."""
+    scores = _scores(operands, config)
+    sinks = None if operands.sinks is None else _per_head(operands.sinks, operands)
+    probs, logsumexp = _softmax(scores, sinks)
+    weights = _dropout(probs, operands, config)
+    out = _einsum("...kgts,...skh->...tkgh", weights, _finite(operands.value))
+    out = jnp.where(_move_rows_first(scores.has_keys), out, 0)
+    return (
+        _merge_heads(out, axis=-3).astype(operands.query.dtype),
+        _merge_heads(logsumexp, axis=-3),
+    )
+
+
+def attention_backward(
+    operands: AttentionOperands,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+    dlogsumexp: Array,
+    config: AttentionConfig,
+) -> Gradients:
+    """Cotangents from the residuals; dquery, dkey, dvalue have the full batch sizes."""
+    batch = jnp.broadcast_shapes(
+        *(a.shape[:-3] for a in (*operands[:3], out, dout)),
+        *(a.shape[:-2] for a in (logsumexp, dlogsumexp)),
+    )
+    num_kv_heads = operands.key.shape[-2]
+    scores = _scores(operands, config)
+    visible, has_keys = scores.visible, scores.has_keys
+
+    # out and dout as [..., t, k, g, h]; per-row values as [..., k, g, t].
+    out = _split_heads(out.astype(scores.x.dtype), num_kv_heads, axis=-2)
+    dout = _split_heads(dout, num_kv_heads, axis=-2)
+    logsumexp = _split_heads(logsumexp, num_kv_heads, axis=-2)
+    dlogsumexp = _split_heads(dlogsumexp, num_kv_heads, axis=-2)
+    bad_cotangent = ~_move_rows_last(jnp.isfinite(dout).all(-1)) | ~jnp.isfinite(
+        dlogsumexp
+    )
+    dout, dlogsumexp = _finite(dout), _finite(dlogsumexp)
+
+    logsumexp = jnp.where(has_keys, logsumexp, 0) + _nan_where(bad_cotangent)
+    # Hidden scores are replaced before exp: a value that overflows there would make
+    # the derivative of this function 0 * inf.
+    x = jnp.where(visible, scores.x, logsumexp[..., None])
+    probs = jnp.where(visible, jnp.exp(x - logsumexp[..., None]), 0)
+
+    delta = _move_rows_last((dout * out).sum(-1)) - dlogsumexp
+    dprobs = _einsum("...tkgh,...skh->...kgts", dout, _finite(operands.value))
+    dprobs = _dropout(dprobs, operands, config)
+    dx = jnp.where(visible, probs * (dprobs - delta[..., None]), 0)
+    if config.logits_soft_cap is not None:
+        dx = dx * (1 - jnp.square(scores.x / config.logits_soft_cap))
+
+    query = _split_heads(_finite(operands.query), num_kv_heads, axis=-2)
+    dquery = config.scale * _einsum(
+        "...kgts,...skh->...tkgh", dx, _finite(operands.key)
+    )
+    dkey = config.scale * _einsum("...kgts,...tkgh->...skh", dx, query)
+    weights = _dropout(probs, operands, config)
+    dvalue = _einsum("...kgts,...tkgh->...skh", weights, dout)
+
+    dbias = dsinks = dslopes = None
+    if operands.bias is not None:
+        dbias = _sum_to(_merge_heads(dx, axis=-4), operands.bias.shape)
+        dbias = dbias.astype(operands.bias.dtype)
+    if operands.alibi_slopes is not None:
+        dslopes = -_sum_to_heads(dx * _distance(operands, config), axis=-4)
+        dslopes = dslopes.astype(operands.alibi_slopes.dtype)
+    if operands.sinks is not None:
+        sinks = _per_head(operands.sinks, operands)
+        sink_probs = jnp.where(has_keys, jnp.exp(sinks - logsumexp), 0)
+        dsinks = -_sum_to_heads(
+            jnp.where(has_keys, sink_probs * delta, 0), axis=-3
+        ).astype(operands.sinks.dtype)
+
+    def full(gradient: Array, primal: Array) -> Array:
+        shape = batch + gradient.shape[-3:]
+        return jnp.broadcast_to(gradient, shape).astype(primal.dtype)
+
+    return Gradients(
+        full(_merge_heads(dquery, axis=-3), operands.query),
+        full(dkey, operands.key),
+        full(dvalue, operands.value),
+        dbias,
+        dsinks,
+        dslopes,
+    )
+
+
+class _Scores(NamedTuple):
+    x: Array  # [..., k, g, t, s] after the softcap; 0 where hidden, NaN where poisoned
+    visible: Array  # bool, every dimension full or 1, [..., s] full
+    has_keys: Array  # bool [..., k, g, t]: the row is not fully masked
+
+
+def _scores(operands: AttentionOperands, config: AttentionConfig) -> _Scores:
+    num_kv_heads = operands.key.shape[-2]
+    query = _split_heads(_finite(operands.query), num_kv_heads, axis=-2)
+    x = _einsum("...tkgh,...skh->...kgts", query, _finite(operands.key))
+    x = config.scale * x
+    if operands.bias is not None:
+        x = x + _split_heads(_finite(operands.bias), num_kv_heads, axis=-3)
+    if operands.alibi_slopes is not None:
+        slopes = _per_head(operands.alibi_slopes, operands)
+        x = x - slopes[..., None] * _distance(operands, config)
+    if config.logits_soft_cap is not None:
+        x = config.logits_soft_cap * jnp.tanh(x / config.logits_soft_cap)
+
+    visible = _visible(operands, config)
+    has_keys = visible.any(-1)
+    poison = _nan_where(_sees_non_finite(operands, visible))
+    return _Scores(jnp.where(visible, x + poison[..., None], 0), visible, has_keys)
+
+
+def _softmax(scores: _Scores, sinks: Array | None) -> tuple[Array, Array]:
+    """Returns probs [..., k, g, t, s] and logsumexp [..., k, g, t].
+
+    Every operand of exp and log is finite in hidden places too, so that derivatives
+    never meet 0 * inf. The row maximum cancels; it needs no derivative.
+    """
+    x, visible, has_keys = scores
+    hidden_low = lax.stop_gradient(jnp.where(visible, x, -jnp.inf))
+    row_max = hidden_low.max(-1, initial=-jnp.inf)
+    if sinks is not None:
+        row_max = jnp.maximum(row_max, lax.stop_gradient(sinks))
+    row_max = jnp.where(has_keys, row_max, 0)
+    x = jnp.where(visible, x, row_max[..., None])
+    weights = jnp.where(visible, jnp.exp(x - row_max[..., None]), 0)
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + jnp.exp(jnp.where(has_keys, sinks, row_max) - row_max)
+    total = jnp.where(has_keys, total, 1)
+    probs = jnp.where(visible, weights / total[..., None], 0)
+    logsumexp = jnp.where(has_keys, row_max + jnp.log(total), -jnp.inf)
+    return probs, logsumexp
+
+
+def _visible(operands: AttentionOperands, config: AttentionConfig) -> Array:
+    """Which keys each query sees, as bool [..., k or 1, g or 1, t or 1, s]."""
+    q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
+    num_kv_heads = operands.key.shape[-2]
+    batch_rank = operands.query.ndim - 3
+    visible = jnp.ones((1,) * (batch_rank + 3) + (kv_len,), bool)
+
+    if operands.mask is not None:
+        visible &= _split_heads(operands.mask, num_kv_heads, axis=-3)
+    if operands.bias is not None:
+        visible &= _split_heads(operands.bias, num_kv_heads, axis=-3) != -jnp.inf
+
+    query_position = _query_positions(operands, config)[:, None]
+    key_position = jnp.arange(kv_len)
+    if config.is_causal:
+        visible &= key_position <= query_position
+    if config.sliding_window is not None:
+        left, right = config.sliding_window
+        if left is not None:
+            visible &= key_position >= query_position - left
+        if right is not None:
+            visible &= key_position <= query_position + right
+
+    if operands.q_segment_ids is not None and operands.kv_segment_ids is not None:
+        same = operands.q_segment_ids[..., :, None] == operands.kv_segment_ids[
+            ..., None, :
+        ]
+        visible &= same[..., None, None, :, :]
+    if operands.query_seq_lengths is not None:
+        lengths = operands.query_seq_lengths[..., None, None, None, None]
+        visible &= jnp.arange(q_len)[:, None] < lengths
+    if operands.key_value_seq_lengths is not None:
+        lengths = operands.key_value_seq_lengths[..., None, None, None, None]
+        visible &= key_position < lengths
+    return visible
+
+
+def _sees_non_finite(operands: AttentionOperands, visible: Array) -> Array:
+    """Which rows [..., k, g, t] see a NaN or an infinity in an input."""
+    num_kv_heads = operands.key.shape[-2]
+
+    def rows_with_non_finite(a: Array) -> Array:
+        return ~jnp.isfinite(a).all(-1)
+
+    bad_keys = rows_with_non_finite(operands.key) | rows_with_non_finite(
+        operands.value
+    )
+    bad = jnp.swapaxes(bad_keys, -1, -2)[..., :, None, None, :]
+    if operands.bias is not None:
+        bad |= ~jnp.isfinite(_split_heads(operands.bias, num_kv_heads, axis=-3))
+    bad_queries = _split_heads(
+        rows_with_non_finite(operands.query), num_kv_heads, axis=-1
+    )
+    return (visible & bad).any(-1) | (
+        visible.any(-1) & _move_rows_last(bad_queries)
+    )
+
+
+def _query_positions(operands: AttentionOperands, config: AttentionConfig) -> Array:
+    offset = config.q_offset if operands.q_offset is None else operands.q_offset
+    return jnp.arange(operands.query.shape[-3]) + offset
+
+
+def _distance(operands: AttentionOperands, config: AttentionConfig) -> Array:
+    """ALiBi's |i + q_offset - j|, as [t, s]."""
+    positions = _query_positions(operands, config)
+    distance = jnp.abs(positions[:, None] - jnp.arange(operands.key.shape[-3]))
+    return distance.astype(_accumulation_dtype(operands.query))
+
+
+def _dropout(
+    probs: Array, operands: AttentionOperands, config: AttentionConfig
+) -> Array:
+    """Linear in `probs`: drops and rescales; the same bits in every pass."""
+    if config.dropout_rate == 0.0:
+        return probs
+    keep_probability = 1.0 - config.dropout_rate
+    bits = dropout_bits(operands)
+    threshold = min(round(keep_probability * 2**32), 2**32 - 1)
+    keep = _split_heads(
+        bits < jnp.uint32(threshold), operands.key.shape[-2], axis=-3
+    )
+    return jnp.where(keep, probs / keep_probability, 0)
+
+
+def dropout_bits(operands: AttentionOperands) -> Array:
+    """The dropout bits, uint32 [*B, num_heads, q_len, kv_len].
+
+    Element (i, j) of batch index b and head index n is word j % 2 of
+    threefry(subkey, (i, j // 2)) with subkey = threefry(key, (b, n)): it depends on
+    nothing else, so no block size, device or transformation changes it.
+    """
+    key = operands.dropout_key
+    batch, heads = operands.dropout_batch_indices, operands.dropout_head_indices
+    assert key is not None and batch is not None and heads is not None
+    if key.shape[-1] == 4:  # a key of another generator (rbg): mix its two halves
+        key = jnp.stack(threefry2x32(key[0], key[1], key[2], key[3]))
+    q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
+    subkey = threefry2x32(
+        key[0], key[1], batch[..., None].astype(jnp.uint32), heads.astype(jnp.uint32)
+    )
+    words = threefry2x32(
+        subkey[0][..., None, None],
+        subkey[1][..., None, None],
+        jnp.arange(q_len, dtype=jnp.uint32)[:, None],
+        jnp.arange((kv_len + 1) // 2, dtype=jnp.uint32),
+    )
+    bits = jnp.stack(words, axis=-1)
+    return bits.reshape(*bits.shape[:-2], -1)[..., :kv_len]
+
+
+def threefry2x32(key0: Array, key1: Array, x0: Array, x1: Array) -> tuple[Array, Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), elementwise on uint32."""
+    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
+    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for group in range(5):
+        for rotation in rotations[group % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << rotation) | (x1 >> (32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x0, x1
+
+
+def _accumulation_dtype(a: Array) -> jnp.dtype:
+    return jnp.promote_types(a.dtype, jnp.float32)
+
+
+def _finite(a: Array) -> Array:
+    """`a` in the accumulation dtype, with 0 for NaN and infinities."""
+    a = a.astype(_accumulation_dtype(a))
+    return jnp.where(jnp.isfinite(a), a, 0)
+
+
+def _nan_where(condition: Array) -> Array:
+    return jnp.where(condition, jnp.float32(jnp.nan), jnp.float32(0))
+
+
+def _einsum(subscripts: str, *operands: Array) -> Array:
+    # HIGHEST: accelerators must not round float32 products to fewer bits.
+    return jnp.einsum(subscripts, *operands, precision=lax.Precision.HIGHEST)
+
+
+def _split_heads(a: Array, num_kv_heads: int, axis: int) -> Array:
+    """Turns the num_heads axis (counted from the end) into (k, g); 1 into (1, 1)."""
+    axis += a.ndim
+    heads = a.shape[axis]
+    split = (1, 1) if heads == 1 else (num_kv_heads, heads // num_kv_heads)
+    return a.reshape(*a.shape[:axis], *split, *a.shape[axis + 1 :])
+
+
+def _merge_heads(a: Array, axis: int) -> Array:
+    """Turns the axes (k, g), k at `axis` counted from the end, into num_heads."""
+    axis += a.ndim
+    heads = a.shape[axis] * a.shape[axis + 1]
+    return a.reshape(*a.shape[:axis], heads, *a.shape[axis + 2 :])
+
+
+def _per_head(a: Array, operands: AttentionOperands) -> Array:
+    """[num_heads] to [k, g, 1] in the accumulation dtype."""
+    a = a.astype(_accumulation_dtype(operands.query))
+    return _split_heads(a, operands.key.shape[-2], axis=-1)[..., None]
+
+
+def _move_rows_last(a: Array) -> Array:
+    """[..., t, k, g] to [..., k, g, t]."""
+    return jnp.moveaxis(a, -3, -1)
+
+
+def _move_rows_first(a: Array) -> Array:
+    """[..., k, g, t] to [..., t, k, g, 1]."""
+    return jnp.moveaxis(a, -1, -3)[..., None]
+
+
+def _sum_to(a: Array, shape: tuple[int, ...]) -> Array:
+    """Sums the axes over which an array of `shape` was broadcast."""
+    axes = tuple(i for i, size in enumerate(shape) if size != a.shape[i])
+    return a.sum(axes, keepdims=True)
+
+
+def _sum_to_heads(a: Array, axis: int) -> Array:
+    """Sums everything but the axes (k, g), k at `axis`; returns [num_heads]."""
+    a = _merge_heads(a, axis)
+    heads_axis = a.ndim + axis + 1
+    return a.sum(tuple(i for i in range(a.ndim) if i != heads_axis))

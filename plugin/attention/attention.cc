@@ -1,0 +1,93 @@
+// Runs a plan on a device: scratch, pipelines, encoding, waiting.
+
+#include "plugin/attention/attention.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "plugin/attention/planner.h"
+
+namespace jfm {
+namespace {
+
+// A kernel that has nothing to read still gets a buffer to bind.
+constexpr int64_t kMinScratchBytes = 16;
+
+struct BoundOperand {
+  const Buffer* buffer;
+  uint64_t offset_bytes;
+  int64_t element_bytes;
+};
+
+BoundOperand Bind(const TensorView& view, int64_t element_bytes) {
+  return {view.buffer, view.offset_bytes, element_bytes};
+}
+
+class Scratch {
+ public:
+  Status Allocate(Device& device, int64_t size_bytes) {
+    Result<std::unique_ptr<Buffer>> buffer =
+        device.Allocate(static_cast<size_t>(std::max(size_bytes, kMinScratchBytes)));
+    if (!buffer.ok()) return buffer.status();
+    buffer_ = std::move(*buffer);
+    return {};
+  }
+  BoundOperand bound() const { return {buffer_.get(), 0, 4}; }
+
+ private:
+  std::unique_ptr<Buffer> buffer_;
+};
+
+Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
+  if (plan.launches.empty()) return {};
+  Scratch delta, partial, partial_lse;
+  const std::pair<Scratch*, int64_t> sizes[] = {{&delta, plan.delta_bytes},
+                                                {&partial, plan.partial_bytes},
+                                                {&partial_lse, plan.partial_lse_bytes}};
+  for (const auto& [scratch, size_bytes] : sizes) {
+    if (Status status = scratch->Allocate(device, size_bytes); !status.ok()) return status;
+  }
+  const int64_t element = SizeBytes(p.dtype);
+  const BoundOperand operands[] = {  // in the order of Operand
+      Bind(p.query, element), Bind(p.key, element), Bind(p.value, element), Bind(p.out, element),
+      Bind(p.logsumexp, 4), Bind(p.dout, element), Bind(p.dlogsumexp, 4),
+      Bind(p.dquery, element), Bind(p.dkey, element), Bind(p.dvalue, element),
+      delta.bound(), partial.bound(), partial_lse.bound()};
+
+  std::unique_ptr<CommandBuffer> commands = device.NewCommandBuffer();
+  for (const Launch& launch : plan.launches) {
+    Result<const Pipeline*> pipeline =
+        device.GetPipeline(launch.variant->host_name, launch.constants);
+    if (!pipeline.ok()) return pipeline.status();
+    Dispatch dispatch;
+    dispatch.pipeline = *pipeline;
+    for (const Binding& binding : launch.bindings) {
+      const size_t i = static_cast<size_t>(binding.operand);
+      const BoundOperand& operand = operands[i];
+      const int64_t offset = launch.offsets[i] * operand.element_bytes;
+      dispatch.buffers.push_back({static_cast<uint32_t>(binding.index), operand.buffer,
+                                  operand.offset_bytes + static_cast<uint64_t>(offset)});
+    }
+    dispatch.bytes.push_back({JFM_BUFFER_PARAMS, &launch.params, sizeof(launch.params)});
+    dispatch.threadgroups = launch.threadgroups;
+    dispatch.threads_per_threadgroup = launch.threads_per_threadgroup;
+    if (Status status = commands->Encode(dispatch); !status.ok()) return status;
+  }
+  if (Status status = commands->Commit(); !status.ok()) return status;
+  return commands->Wait();
+}
+
+}  // namespace
+
+Status RunForward(Device& device, const AttentionProblem& problem) {
+  Result<Plan> plan = PlanForward(problem);
+  return plan.ok() ? RunPlan(device, problem, *plan) : plan.status();
+}
+
+Status RunBackward(Device& device, const AttentionProblem& problem) {
+  Result<Plan> plan = PlanBackward(problem);
+  return plan.ok() ? RunPlan(device, problem, *plan) : plan.status();
+}
+
+}  // namespace jfm

@@ -1,0 +1,12 @@
+// The two things the layers above ask for. Plans, allocates scratch, encodes, waits.
+#pragma once
+
+#include "plugin/attention/problem.h"
+#include "plugin/device/device.h"
+
+namespace jfm {
+
+Status RunForward(Device& device, const AttentionProblem& problem);
+Status RunBackward(Device& device, const AttentionProblem& problem);
+
+}  // namespace jfm

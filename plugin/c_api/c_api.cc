@@ -1,0 +1,109 @@
+#include "plugin/c_api/c_api.h"
+
+#include <array>
+#include <cstdio>
+#include <string>
+#include <utility>
+
+#include "plugin/attention/host_problem.h"
+#include "plugin/c_boundary.h"
+#include "plugin/device/software/software_device.h"
+
+namespace jfm {
+namespace {
+
+static_assert(JFM_MAX_TENSOR_BATCH_DIMS == kMaxBatchDims, "the arrays of the C ABI");
+static_assert(sizeof(JfmTensor) == 168 && sizeof(JfmAttentionProblem) == 1880, "C ABI version 1");
+
+// Parallel to kTensors.
+using TensorMember = JfmTensor JfmAttentionProblem::*;
+constexpr std::array<TensorMember, kTensors.size()> kTensorMembers = {
+    &JfmAttentionProblem::query,      &JfmAttentionProblem::key,
+    &JfmAttentionProblem::value,      &JfmAttentionProblem::out,
+    &JfmAttentionProblem::logsumexp,  &JfmAttentionProblem::dout,
+    &JfmAttentionProblem::dlogsumexp, &JfmAttentionProblem::dquery,
+    &JfmAttentionProblem::dkey,       &JfmAttentionProblem::dvalue,
+};
+
+Status CheckRange(const std::string& name, int64_t value, int64_t min, int64_t max) {
+  if (value >= min && value <= max) return {};
+  return InvalidArgument(name + " must be from " + std::to_string(min) + " to " +
+                         std::to_string(max) + ", but got " + std::to_string(value) + ".");
+}
+
+Result<HostProblem> Decode(const JfmAttentionProblem& source, const Pass& pass) {
+  for (Status status : {CheckRange("dtype", source.dtype, JFM_FLOAT32, JFM_BFLOAT16),
+                        CheckRange("num_batch_dims", source.num_batch_dims, 0, kMaxBatchDims),
+                        CheckRange("is_causal", source.is_causal, 0, 1)}) {
+    if (!status.ok()) return status;
+  }
+  HostProblem host;
+  AttentionProblem& problem = host.problem;
+  problem.dtype = static_cast<Dtype>(source.dtype);
+  problem.batch_sizes.assign(source.batch_sizes, source.batch_sizes + source.num_batch_dims);
+  problem.q_len = source.q_len;
+  problem.kv_len = source.kv_len;
+  problem.num_heads = source.num_heads;
+  problem.num_kv_heads = source.num_kv_heads;
+  problem.head_dim = source.head_dim;
+  problem.value_head_dim = source.value_head_dim;
+  problem.scale = source.scale;
+  problem.is_causal = source.is_causal != 0;
+  problem.q_offset = source.q_offset;
+  for (size_t i = 0; i < pass.num_tensors; ++i) {
+    const JfmTensor& tensor = source.*kTensorMembers[i];
+    const std::string name = kTensors[i].name;
+    if (tensor.num_batch_dims != source.num_batch_dims) {
+      return InvalidArgument("num_batch_dims of " + name + " must be the problem's, " +
+                             std::to_string(source.num_batch_dims) + ", but got " +
+                             std::to_string(tensor.num_batch_dims) + ".");
+    }
+    if (tensor.size_bytes < 0) {
+      return InvalidArgument("size_bytes of " + name + " must be at least 0, but got " +
+                             std::to_string(tensor.size_bytes) + ".");
+    }
+    TensorView& view = problem.*kTensors[i].view;
+    view.batch_strides.assign(tensor.batch_strides, tensor.batch_strides + tensor.num_batch_dims);
+    view.head_stride = tensor.head_stride;
+    view.row_stride = tensor.row_stride;
+    host.memory[i] = {tensor.data, tensor.size_bytes};
+  }
+  return host;
+}
+
+int Run(const Pass& pass, const JfmAttentionProblem* problem, char* error,
+        size_t error_size) noexcept {
+  const Status status = WithoutExceptions([&]() -> Status {
+    if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
+    Result<HostProblem> host = Decode(*problem, pass);
+    if (!host.ok()) return host.status();
+    return RunOnHost(SoftwareDevice(), pass, std::move(*host));
+  });
+  if (error != nullptr && error_size > 0) {
+    std::snprintf(error, error_size, "%s", status.message().c_str());
+  }
+  return static_cast<int>(status.code());
+}
+
+}  // namespace
+}  // namespace jfm
+
+extern "C" {
+
+JFM_EXPORT const char* jfm_version(void) { return JFM_VERSION; }
+
+JFM_EXPORT int jfm_abi_version(void) { return JFM_ABI_VERSION; }
+
+JFM_EXPORT int jfm_attention_forward(const JfmAttentionProblem* problem, char* error,
+                                     size_t error_size) {
+  return jfm::Run(jfm::kForwardPass, problem, error, error_size);
+}
+
+JFM_EXPORT int jfm_attention_backward(const JfmAttentionProblem* problem, char* error,
+                                      size_t error_size) {
+  return jfm::Run(jfm::kBackwardPass, problem, error, error_size);
+}
+
+JFM_EXPORT void jfm_set_threads(int num_threads) { jfm::SetSoftwareDeviceThreads(num_threads); }
+
+}  // extern "C"

@@ -1,0 +1,49 @@
+// Status and Result<T>: how every native layer reports errors. No exceptions cross
+// a C boundary; a message names what was expected and what came.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace jfm {
+
+// The numeric values are those of XLA_FFI_Error_Code (and absl::StatusCode).
+enum class Code { kOk = 0, kInvalidArgument = 3, kNotFound = 5, kResourceExhausted = 8,
+                  kFailedPrecondition = 9, kUnimplemented = 12, kInternal = 13 };
+
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  Status(Code code, std::string message) : code_(code), message_(std::move(message)) {}
+  bool ok() const { return code_ == Code::kOk; }
+  Code code() const { return code_; }
+  const std::string& message() const { return message_; }
+
+ private:
+  Code code_ = Code::kOk;
+  std::string message_;
+};
+
+inline Status InvalidArgument(std::string m) { return {Code::kInvalidArgument, std::move(m)}; }
+inline Status Unimplemented(std::string m) { return {Code::kUnimplemented, std::move(m)}; }
+inline Status Internal(std::string m) { return {Code::kInternal, std::move(m)}; }
+
+template <class T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : value_(std::move(value)) {}             // NOLINT: implicit on purpose
+  Result(Status status) : status_(std::move(status)) {}     // NOLINT: implicit on purpose
+  bool ok() const { return value_.has_value(); }
+  const Status& status() const { return status_; }
+  T& operator*() { return *value_; }
+  const T& operator*() const { return *value_; }
+  T* operator->() { return &*value_; }
+  const T* operator->() const { return &*value_; }
+
+ private:
+  Status status_;
+  std::optional<T> value_;
+};
+
+}  // namespace jfm

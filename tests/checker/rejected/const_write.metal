@@ -1,0 +1,10 @@
+// Writing through a pointer to const.
+// expect: const
+#include <metal_stdlib>
+
+using namespace metal;
+
+[[kernel]] void store(device const float* rows [[buffer(0)]],
+                      uint lane [[thread_index_in_simdgroup]]) {
+  rows[lane] = 1.0f;
+}

@@ -1,0 +1,10 @@
+// The constant space is read-only.
+// expect: const
+#include <metal_stdlib>
+
+using namespace metal;
+
+[[kernel]] void store(constant float* rows [[buffer(0)]],
+                      uint lane [[thread_index_in_simdgroup]]) {
+  rows[lane] = 1.0f;
+}

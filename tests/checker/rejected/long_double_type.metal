@@ -1,0 +1,10 @@
+// Metal has no long double.
+// expect: 'double' is not available
+#include <metal_stdlib>
+
+using namespace metal;
+
+[[kernel]] void scale_rows(device float* rows [[buffer(0)]],
+                         uint lane [[thread_index_in_simdgroup]]) {
+  rows[lane] = float((long double)rows[lane]);
+}

@@ -1,0 +1,14 @@
+// A static member outside the constant space.
+// expect: program-scope variable.*constant
+#include <metal_stdlib>
+
+using namespace metal;
+
+struct Tile {
+  static constexpr int kRows = 8;
+};
+
+[[kernel]] void scale_rows(device float* rows [[buffer(0)]],
+                         uint lane [[thread_index_in_simdgroup]]) {
+  rows[lane] = float(Tile::kRows);
+}

@@ -1,0 +1,10 @@
+// There is no std namespace in Metal.
+// expect: 'std' is not available
+#include <metal_stdlib>
+
+using namespace metal;
+
+[[kernel]] void scale_rows(device float* rows [[buffer(0)]],
+                         uint lane [[thread_index_in_simdgroup]]) {
+  rows[lane] = std::max(rows[lane], 0.0f);
+}

@@ -1,0 +1,151 @@
+"""The build driver: its table, its cache, its messages. Compiles next to nothing."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from plugin import build
+
+pytestmark = pytest.mark.xdist_group("packaging")
+
+ROW = """
+[[variant]]
+kernel = "attention_forward"
+dtypes = ["float32", "bfloat16"]
+head_dim = 64
+block_q = 32
+block_kv = 16
+num_simdgroups = 4
+"""
+
+
+def write_table(folder: Path, text: str) -> Path:
+    (folder / "variants.toml").write_text(text)
+    return folder
+
+
+def test_a_row_becomes_table_lines_and_instantiations(tmp_path: Path) -> None:
+    rows = build.load_variants(write_table(tmp_path, ROW))
+    assert rows[0].table_line() == (
+        '{"attention_forward", Dtype::kFloat32, 64, 32, 16, 4, '
+        '"attention_forward_float32_d64_q32_k16_s4"},\n'
+    )
+    (unit,) = build.kernel_units(rows)
+    assert unit.text().splitlines() == [
+        '#include "attention_forward.metal"',
+        'template [[host_name("attention_forward_float32_d64_q32_k16_s4")]] [[kernel]] '
+        "decltype(attention_forward<float, 64, 32, 16, 4>) "
+        "attention_forward<float, 64, 32, 16, 4>;",
+        'template [[host_name("attention_forward_bfloat16_d64_q32_k16_s4")]] '
+        "[[kernel]] decltype(attention_forward<bfloat, 64, 32, 16, 4>) "
+        "attention_forward<bfloat, 64, 32, 16, 4>;",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"variants.toml: expected at least one \[\[variant\]\] row, got none"),
+        ("[[variant\n", r"variants.toml: .*line 1"),
+        (ROW + "colour = 1\n", r"variants.toml:2: .*unknown fields \['colour'\]"),
+        (ROW.replace("block_q = 32\n", ""), r"toml:2: missing fields \['block_q'\]"),
+        (ROW.replace("64", "-1"), r"toml:2: head_dim must be a positive .* got -1"),
+        (ROW.replace("bfloat16", "float64"), r"toml:2: dtypes .* got 'float64'"),
+        (ROW + ROW, r"toml:10: attention_forward_float32.* already .* at line 2"),
+    ],
+)
+def test_a_wrong_table_names_file_and_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(build.BuildError, match=message):
+        build.load_variants(write_table(tmp_path, text))
+
+
+def test_the_units_hold_every_row_of_the_real_table_once() -> None:
+    rows = build.load_variants()
+    units = build.kernel_units(rows)
+    assert sorted(row.host_name for unit in units for row in unit.variants) == sorted(
+        row.host_name for row in rows
+    )
+
+
+def test_a_rebuild_without_a_change_runs_no_compiler(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arguments: list[str], **_: object) -> str:
+        raise AssertionError(f"zig was run: {arguments}")
+
+    monkeypatch.setattr(build, "run_zig", refuse)
+    before = library.stat().st_mtime_ns
+    start = time.perf_counter()
+    build.build()
+    assert time.perf_counter() - start < 1
+    assert library.stat().st_mtime_ns == before
+
+
+def test_only_builds_the_chosen_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_unit = build.compile_unit
+    compiled = []
+
+    def record(request: build.Request, unit: build.KernelUnit) -> object:
+        compiled.extend(row.kernel for row in unit.variants)
+        return compile_unit(request, unit)
+
+    monkeypatch.setattr(build, "compile_unit", record)
+    build.build(only=["attention_delta"], output=tmp_path / "one.so")
+    assert set(compiled) == {"attention_delta"}
+
+
+def test_only_rejects_an_unknown_kernel(tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match=r"no kernel of the table: \['fast'\]"):
+        build.build(only=["fast"], output=tmp_path / "none.so")
+
+
+def test_a_wrong_kernel_is_reported_with_file_and_line(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(build.KERNEL_DIR, tmp_path / "metal_kernels"))
+    source = folder / "attention_delta.metal"
+    lines = source.read_text().splitlines()
+    source.write_text("\n".join([*lines, "float wrong() { return missing_name; }", ""]))
+    where = rf"attention_delta\.metal:{len(lines) + 1}\b.*missing_name"
+    with pytest.raises(build.BuildError, match=where):
+        build.build(
+            kernel_dir=folder, only=["attention_delta"], output=tmp_path / "wrong.so"
+        )
+
+
+def test_headers_are_found_however_indirect(tmp_path: Path) -> None:
+    (tmp_path / "a.h").write_text('#include "folder/b.h"\n')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b.h").write_text('#  include "c.h"\n#include <vector>\n')
+    (tmp_path / "folder" / "c.h").write_text('#include "a.h"\n')
+    found = build.included_files(tmp_path / "a.h", [tmp_path])
+    assert sorted(path.name for path in found) == ["a.h", "b.h", "c.h"]
+
+
+def test_the_cache_makes_a_file_once_and_never_half(tmp_path: Path) -> None:
+    cache = build.Cache(tmp_path / "cache")
+    made = []
+
+    def make(path: Path) -> None:
+        made.append(path)
+        path.write_text("content")
+        if len(made) == 1:
+            raise build.BuildError("stopped in the middle")
+
+    key = build.digest("key")
+    with pytest.raises(build.BuildError):
+        cache.get(key, ".o", make)
+    assert cache.get(key, ".o", make).read_text() == "content"
+    assert cache.get(key, ".o", make).read_text() == "content"
+    assert len(made) == 2
+
+
+def test_digest_depends_on_where_a_part_ends() -> None:
+    assert build.digest("ab", "c") != build.digest("a", "bc")
+    assert build.digest(["a", "b"]) != build.digest("a", "b")

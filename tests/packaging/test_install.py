@@ -1,0 +1,78 @@
+"""Every way to install the package ends with kernels that run."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from plugin import build
+from tests.packaging.conftest import check_installed, pip, run
+
+pytestmark = pytest.mark.xdist_group("packaging")
+
+
+def test_wheel_contents(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for name in (
+        f"_native/{build.LIBRARY_NAME}",
+        "metal_kernels/variants.toml",
+        "metal_kernels/attention_params.h",
+        "metal_kernels/attention_forward.metal",
+        "py.typed",
+    ):
+        assert f"jax_flash_metal/{name}" in names
+    tops = {name.split("/")[0].split("-")[0] for name in names}
+    assert tops == {"jax_flash_metal"} or tops == {
+        "jax_flash_metal",
+        wheel.name.split("-")[0],
+    }
+    assert not [name for name in names if "checker" in name]
+
+
+def test_wheel_tag(wheel: Path) -> None:
+    platform = build.TARGETS[build.host_target()].wheel_platform
+    assert wheel.name == f"jax_flash_metal-{build.version()}-py3-none-{platform}.whl"
+
+
+def test_wheel_runs_outside_the_tree(
+    wheel: Path, fresh_python: Path, tmp_path: Path
+) -> None:
+    pip("--python", fresh_python, "install", "--no-deps", wheel, cwd=tmp_path)
+    check_installed(fresh_python, tmp_path / "env", tmp_path)
+
+
+def test_editable_install_finds_the_library_in_the_tree(
+    fresh_python: Path, tmp_path: Path, copy_tree: Callable[[Path], Path]
+) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    options = ("--no-deps", "--no-build-isolation")
+    pip("--python", fresh_python, "install", *options, "-e", tree, cwd=tmp_path)
+    assert (tree / build.IN_TREE_LIBRARY.relative_to(build.ROOT)).exists()
+    check_installed(fresh_python, tree, tmp_path)
+
+
+@pytest.mark.slow
+def test_install_from_the_tree_with_build_isolation(
+    fresh_python: Path, tmp_path: Path, copy_tree: Callable[[Path], Path]
+) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    pip("--python", fresh_python, "install", "--no-deps", tree, cwd=tmp_path)
+    check_installed(fresh_python, tmp_path / "env", tmp_path)
+
+
+@pytest.mark.slow
+def test_source_distribution_holds_all_that_the_build_needs(
+    fresh_python: Path, tmp_path: Path, copy_tree: Callable[[Path], Path]
+) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    options = ("--sdist", "--no-isolation", "--outdir", tmp_path)
+    run(sys.executable, "-m", "build", *options, tree, cwd=tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    options = ("--no-deps", "--no-build-isolation")
+    pip("--python", fresh_python, "install", *options, archive, cwd=tmp_path)
+    check_installed(fresh_python, tmp_path / "env", tmp_path)

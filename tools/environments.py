@@ -1,0 +1,117 @@
+"""Virtual environments for the Makefile: makes them, fills them, tests in them.
+
+    environments.py install             fill the environment whose Python runs this
+    environments.py corners [ARG ...]   pytest ARG ... in every corner of JAX versions
+
+A stamp file says what an environment was filled with, so that a second call costs
+nothing. Needs a bare Python >= 3.10 only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CORNERS = {  # name: (Python, pins); the oldest that works, the usual, the newest
+    "oldest": ("3.11", ("jax==0.4.34", "jaxlib==0.4.34", "flax==0.9.0")),
+    "current": ("3.11", ("jax==0.10.2", "jaxlib==0.10.2", "flax==0.12.8")),
+    "newest": ("3.13", ("jax", "flax")),
+}
+# Nothing in these depends on the version of JAX; the main environment runs them.
+INDEPENDENT_OF_JAX = ("tests/checker", "tests/kernels", "tests/packaging")
+
+
+def build_requirements() -> list[str]:
+    """What pyproject.toml asks for to build: --no-build-isolation wants it first."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        pip(sys.executable, "tomli>=2")
+        import tomli as tomllib
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    requires: list[str] = project["build-system"]["requires"]
+    return requires
+
+
+def pip(python: str, *arguments: str) -> None:
+    """Runs `pip install`, quiet unless it fails."""
+    options = ("-qq", "--disable-pip-version-check", "--no-input")  # errors only
+    command = [python, "-m", "pip", "install", *options, *arguments]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def install(python: str, pins: Sequence[str] = ()) -> None:
+    """Installs the build requirements and the project, editable, with its extras."""
+    stamp = Path(python).parent.parent / "jax-flash-metal.stamp"
+    project = (ROOT / "pyproject.toml").read_bytes()
+    wanted = hashlib.sha256(project + repr((str(ROOT), pins)).encode()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    print(f"installing into {stamp.parent.name}: takes a minute or two", flush=True)
+    pip(python, *build_requirements())
+    pip(python, "--no-build-isolation", "-e", ".[test,examples]", *pins)
+    stamp.write_text(wanted)
+
+
+def find_interpreter(version: str) -> str | None:
+    """A working Python of this version: on PATH, or one that pyenv has installed."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    candidates = [
+        shutil.which(f"python{version}"),
+        *sorted(map(str, pyenv.glob(f"{version}.*/bin/python"))),
+    ]
+    for candidate in filter(None, candidates):
+        # pyenv's shims are on PATH even for versions that they then refuse to run.
+        probe = [candidate, "-c", "import ensurepip, venv"]
+        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+            return candidate
+    return None
+
+
+def run_corner(name: str, pytest_arguments: Sequence[str]) -> str:
+    """Sets one corner up and tests in it: "passed", "FAILED" or "not run: why"."""
+    version, pins = CORNERS[name]
+    interpreter = find_interpreter(version)
+    if interpreter is None:
+        return f"not run: no Python {version} found"
+    folder = ROOT / ".venvs" / name
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists():
+        subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
+    install(python, pins)
+    ignored = [f"--ignore={path}" for path in INDEPENDENT_OF_JAX]
+    tests = [python, "-m", "pytest", *ignored, *pytest_arguments]
+    done = subprocess.run(tests, cwd=ROOT, check=False)
+    return "passed" if done.returncode == 0 else "FAILED"
+
+
+def main() -> int:
+    """The command line: see the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=("install", "corners"))
+    arguments, pytest_arguments = parser.parse_known_args()
+    try:
+        if arguments.command == "install":
+            install(sys.executable)
+            return 0
+        results = {}
+        for name, (version, pins) in CORNERS.items():
+            print(f"== corner {name}: Python {version}, {' '.join(pins)}", flush=True)
+            results[name] = run_corner(name, pytest_arguments)
+    except subprocess.CalledProcessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for name, result in results.items():
+        print(f"corner {name}: {result}")
+    return 1 if "FAILED" in results.values() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
