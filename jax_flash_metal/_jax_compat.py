@@ -8,23 +8,33 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.ad_checkpoint
+import jax.extend.core
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-try:  # a module of its own since jax 0.5
-    from jax.ffi import ffi_lowering
+# Untyped in JAX, hence Any. jax.ffi is a module since jax 0.5.
+try:
+    import jax.ffi
+
+    ffi: Any = jax.ffi
 except ImportError:
-    from jax.extend.ffi import ffi_lowering
+    import jax.extend.ffi
+
+    ffi = jax.extend.ffi
+
+checkpoint_name: Any = jax.ad_checkpoint.checkpoint_name
+primitive: Any = jax.extend.core.Primitive
 
 __all__ = [
-    "Primitive",
     "ShapedArray",
     "batching",
-    "ffi_lowering",
+    "checkpoint_name",
+    "ffi",
     "is_prng_key",
     "is_tracer",
     "mlir",
+    "primitive",
 ]
 
 
@@ -35,6 +45,4 @@ def is_tracer(x: Any) -> bool:
 
 def is_prng_key(x: Any) -> bool:
     """Whether `x` is an array of new-style keys (`jax.random.key`)."""
-    return hasattr(x, "dtype") and bool(
-        jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    )
+    return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -165,7 +165,7 @@ def flash_attention(
       (2, 37, 6, 64)
     """
     return_logsumexp = checks.flag("return_logsumexp", return_logsumexp)
-    operands, config = _prepare(
+    operands, config = prepare(
         query,
         key,
         value,
@@ -209,7 +209,7 @@ def log_fallback(sentence: str) -> None:
     _logger.info("%s", sentence)
 
 
-def _prepare(
+def prepare(
     query: Any,
     key: Any,
     value: Any,
@@ -320,7 +320,7 @@ def explain(*args: Any, platform: str | None = None, **kwargs: Any) -> Explanati
       >>> print(jax_flash_metal.explain(x, x, x, implementation="xla"))
       xla: implementation='xla' asks for the reference.
     """
-    operands, config = _abstract_prepare(*args, **kwargs)
+    operands, config = _prepare_abstract(*args, **kwargs)
     return support.explain(operands, config, platform or jax.default_backend())
 
 
@@ -330,26 +330,26 @@ def is_supported(*args: Any, **kwargs: Any) -> bool:
     That is, whether `implementation="metal"` is accepted on a platform with kernels.
     Arguments and exceptions as for `explain`.
     """
-    operands, config = _abstract_prepare(*args, **kwargs)
+    operands, config = _prepare_abstract(*args, **kwargs)
     return support.unfused_reason(operands, config) is None
 
 
-def _abstract_prepare(
+def _prepare_abstract(
     *args: Any, return_logsumexp: Any = False, **kwargs: Any
 ) -> tuple[AttentionOperands, AttentionConfig]:
-    """`_prepare` on shapes: runs it on tracers, so both see the same arguments."""
+    """`prepare` on shapes: runs it on tracers, so both see the same arguments."""
     checks.flag("return_logsumexp", return_logsumexp)
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
     is_array = [isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) for x in leaves]
     prepared: list[tuple[AttentionOperands, AttentionConfig]] = []
 
-    def prepare(arrays: list[Any]) -> None:
+    def prepare_shapes(arrays: list[Any]) -> None:
         rest = iter(arrays)
         merged = [next(rest) if a else x for a, x in zip(is_array, leaves)]
         prepare_args, prepare_kwargs = jax.tree.unflatten(tree, merged)
-        prepared.append(_prepare(*prepare_args, **prepare_kwargs))
+        prepared.append(prepare(*prepare_args, **prepare_kwargs))
 
-    jax.eval_shape(prepare, [x for a, x in zip(is_array, leaves) if a])
+    jax.eval_shape(prepare_shapes, [x for a, x in zip(is_array, leaves) if a])
     return prepared[0]
 
 
@@ -466,10 +466,11 @@ def merge_partials(
 ) -> tuple[Array, Array]:
     """Attention over all keys from attentions over disjoint parts of the keys.
 
-        logsumexp = log Σ_i exp(logsumexp_i);   out = Σ_i exp(logsumexp_i - logsumexp) out_i
+        logsumexp = log Σ_i exp(logsumexp_i)
+        out       = Σ_i exp(logsumexp_i - logsumexp) * out_i
 
-    For ring attention and split decoding. Parts that a row does not see (logsumexp -inf)
-    count nothing. Differentiable.
+    For ring attention and split decoding. Parts of which a row sees nothing (logsumexp
+    -inf) count nothing. Differentiable.
 
     Args:
       outs: Each [*B, T, N, V], as `flash_attention` returns them.

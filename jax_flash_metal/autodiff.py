@@ -12,12 +12,12 @@ differentiable, through the formulas of `reference`.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash_metal import primitives, reference
+from jax_flash_metal._jax_compat import checkpoint_name
 from jax_flash_metal.config import AttentionConfig, AttentionOperands
 from jax_flash_metal.reference import Gradients
 
@@ -47,7 +47,7 @@ def attention(
 def _attention_fwd(
     operands: AttentionOperands, config: AttentionConfig, fused: bool
 ) -> tuple[tuple[Array, Array], Residuals]:
-    # Through `attention` again: an outer gradient (grad of grad) differentiates this rule.
+    # Through `attention` again: an outer gradient differentiates this rule.
     out, logsumexp = attention(operands, config, fused)
     out = checkpoint_name(out, OUT_NAME)
     logsumexp = checkpoint_name(logsumexp, LOGSUMEXP_NAME)
@@ -70,8 +70,8 @@ def _attention_bwd(
         gradients = reference.attention_backward(
             operands, out, logsumexp, dout, dlogsumexp, config
         )
-    # The fields that are not named stay None on purpose: masks, ids, lengths, offsets and
-    # dropout keys are not differentiable.
+    # The other fields stay None on purpose: masks, ids, lengths, offsets and dropout
+    # keys are not differentiable.
     return (AttentionOperands(**gradients._asdict()),)
 
 
@@ -95,7 +95,7 @@ def _fused_backward(
 
 
 def _fused_backward_fwd(
-    *arguments: Array | AttentionConfig,
+    *arguments: Any,
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
     # Through `_fused_backward` again, as above: for the third derivative.
     return _fused_backward(*arguments), arguments[:-1]
@@ -106,14 +106,10 @@ def _fused_backward_bwd(
     arguments: tuple[Array, ...],
     cotangents: tuple[Array, Array, Array],
 ) -> tuple[Array, ...]:
-    def backward(
-        query: Array, key: Array, value: Array, *rest: Array
-    ) -> tuple[Array, ...]:
-        operands = AttentionOperands(query, key, value)
-        return tuple(reference.attention_backward(operands, *rest, config)[:3])
-
+    backward = functools.partial(reference.plain_attention_backward, config=config)
     _, pullback = jax.vjp(backward, *arguments)
-    return pullback(cotangents)
+    gradients: tuple[Array, ...] = pullback(cotangents)
+    return gradients
 
 
 _fused_backward.defvjp(_fused_backward_fwd, _fused_backward_bwd)

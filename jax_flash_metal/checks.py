@@ -1,4 +1,4 @@
-"""Checks of arguments: each failure is one sentence with the argument's name and shapes.
+"""Checks of arguments: a failure is one sentence with the argument's name and shapes.
 
 ValueError: wrong shape, dtype or value. TypeError: wrong kind of argument. Whether a
 kernel exists for a valid call is another question (`support`).
@@ -89,7 +89,7 @@ def check_qkv(query: Array, key: Array, value: Array) -> None:
 
 
 def scores_operand(name: str, x: Any, scores_shape: tuple[int, ...]) -> Array:
-    """A bias or mask, with leading dimensions of size 1 up to the rank of the scores."""
+    """A bias or mask, with leading dimensions of 1 up to the rank of the scores."""
     x = array(name, x)
     aligned = (1,) * (len(scores_shape) - x.ndim) + x.shape
     if len(aligned) != len(scores_shape) or any(
@@ -99,26 +99,26 @@ def scores_operand(name: str, x: Any, scores_shape: tuple[int, ...]) -> Array:
             f"{name} must be broadcastable to (batch, num_heads, q_len, kv_len)="
             f"{scores_shape}, but got {name}.shape={x.shape}."
         )
-    return x.reshape(aligned)
+    return jnp.reshape(x, aligned)
 
 
 def bias(x: Any, scores_shape: tuple[int, ...]) -> Array:
-    x = scores_operand("bias", x, scores_shape)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    a = scores_operand("bias", x, scores_shape)
+    if not jnp.issubdtype(a.dtype, jnp.floating):
         raise ValueError(
-            f"bias must have a floating dtype, but got bias.dtype={x.dtype}."
+            f"bias must have a floating dtype, but got bias.dtype={a.dtype}."
         )
-    return x
+    return a
 
 
 def mask(x: Any, scores_shape: tuple[int, ...]) -> Array:
-    x = scores_operand("mask", x, scores_shape)
-    if x.dtype != jnp.bool_:
+    a = scores_operand("mask", x, scores_shape)
+    if a.dtype != jnp.bool_:
         raise ValueError(
             "mask must have dtype bool (True = attend), but got "
-            f"mask.dtype={x.dtype}; pass an additive mask as bias."
+            f"mask.dtype={a.dtype}; pass an additive mask as bias."
         )
-    return x
+    return a
 
 
 def number(name: str, x: Any) -> float:
@@ -229,8 +229,7 @@ def segment_ids(
 ) -> SegmentIds:
     if not (isinstance(x, (tuple, list)) and len(x) == 2):
         raise TypeError(
-            "segment_ids must be a pair (q ids, kv ids), but got "
-            f"{type(x).__name__}."
+            f"segment_ids must be a pair (q ids, kv ids), but got {type(x).__name__}."
         )
     return SegmentIds(
         *(
@@ -261,17 +260,17 @@ def _int32(
             f"{name} must be int32 of shape {dims}={shape}, but got "
             f"{name}.shape={x.shape} and {name}.dtype={x.dtype}."
         )
-    return x.reshape(shape)
+    return jnp.reshape(x, shape)
 
 
 def per_head(name: str, x: Any, num_heads: int) -> Array:
-    x = array(name, x)
-    if x.shape != (num_heads,) or not jnp.issubdtype(x.dtype, jnp.floating):
+    a = array(name, x)
+    if a.shape != (num_heads,) or not jnp.issubdtype(a.dtype, jnp.floating):
         raise ValueError(
             f"{name} must be floating of shape (num_heads,)={(num_heads,)}, but got "
-            f"{name}.shape={x.shape} and {name}.dtype={x.dtype}."
+            f"{name}.shape={a.shape} and {name}.dtype={a.dtype}."
         )
-    return x
+    return a
 
 
 def dropout_rate(x: Any, key: Any) -> float:

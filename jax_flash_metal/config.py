@@ -15,7 +15,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (None, "metal", "xla")
 
 
 class SegmentIds(NamedTuple):
-    """Segment of every token of packed sequences; int32 [batch, q_len], [batch, kv_len]."""
+    """Segments of packed sequences' tokens: int32 [batch, q_len], [batch, kv_len]."""
 
     q: Any
     kv: Any

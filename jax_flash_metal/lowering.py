@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from jax_flash_metal import reference
-from jax_flash_metal._jax_compat import Primitive, ffi_lowering, mlir
-from jax_flash_metal.config import AttentionConfig, AttentionOperands
+from jax_flash_metal._jax_compat import ffi, mlir
+from jax_flash_metal.config import AttentionConfig
 
 FORWARD_TARGET = "jax_flash_metal_forward_v1"
 BACKWARD_TARGET = "jax_flash_metal_backward_v1"
@@ -47,7 +47,7 @@ def attributes(config: AttentionConfig) -> dict[str, Any]:
     return {
         "version": np.int64(WIRE_VERSION),
         "scale": np.float32(config.scale),
-        "is_causal": np.bool_(config.is_causal),
+        "is_causal": config.is_causal,
         "q_offset": np.int64(config.q_offset),
     }
 
@@ -70,11 +70,11 @@ def takes_kernels(config: AttentionConfig, platform: str) -> bool:
     return config.implementation == "metal"
 
 
-def register(forward: Primitive, backward: Primitive) -> None:
+def register(forward: Any, backward: Any) -> None:
     """Registers the lowerings of the two primitives on every platform."""
     rules = (
-        (forward, FORWARD_TARGET, _forward_reference),
-        (backward, BACKWARD_TARGET, _backward_reference),
+        (forward, FORWARD_TARGET, reference.plain_attention),
+        (backward, BACKWARD_TARGET, reference.plain_attention_backward),
     )
     for primitive, target, fallback in rules:
         for platform in KERNEL_PLATFORMS:
@@ -101,23 +101,6 @@ def _lower(
         from jax_flash_metal.platforms import ensure_registered
 
         ensure_registered()
-        return ffi_lowering(target)(ctx, *operands, **attributes(config))
+        return ffi.ffi_lowering(target)(ctx, *operands, **attributes(config))
     lower = mlir.lower_fun(fallback, multiple_results=True)
     return lower(ctx, *operands, config=config)
-
-
-def _forward_reference(
-    *operands: jax.Array, config: AttentionConfig
-) -> Sequence[jax.Array]:
-    return reference.attention(AttentionOperands(*operands), config)
-
-
-def _backward_reference(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *residuals: jax.Array,
-    config: AttentionConfig,
-) -> Sequence[jax.Array]:
-    operands = AttentionOperands(query, key, value)
-    return reference.attention_backward(operands, *residuals, config)[:3]

@@ -3,9 +3,9 @@
 Only plain attention (query, key, value, scale, is_causal, static q_offset) gets here;
 `autodiff` binds them, `lowering` gives them their code.
 
-Every operand has the same number of leading batch dimensions, each of the full size or 1
-(shared). vmap adds one in front: an operand that is not mapped gets a dimension of size
-1, never a copy per batch element.
+Every operand has the same number of leading batch dimensions, each of the full size or
+1 (shared). vmap adds one in front: an operand that is not mapped gets a dimension of
+size 1, never a copy per batch element.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash_metal import lowering
-from jax_flash_metal._jax_compat import Primitive, ShapedArray, batching
+from jax_flash_metal._jax_compat import ShapedArray, batching, primitive
 from jax_flash_metal.config import AttentionConfig
 
 Array = jax.Array
 
-flash_attention_forward_p = Primitive("flash_attention_forward")
-flash_attention_backward_p = Primitive("flash_attention_backward")
+flash_attention_forward_p = primitive("flash_attention_forward")
+flash_attention_backward_p = primitive("flash_attention_backward")
 
 
 def attention_forward(
@@ -89,7 +89,7 @@ def _backward_abstract_eval(
 
 
 def _batching_rule(
-    primitive: Primitive,
+    prim: Any,
     operands: Sequence[Array],
     axes: Sequence[int | None],
     *,
@@ -99,18 +99,16 @@ def _batching_rule(
         jnp.expand_dims(operand, 0) if axis is None else jnp.moveaxis(operand, axis, 0)
         for operand, axis in zip(operands, axes)
     ]
-    results = primitive.bind(*operands, config=config)
+    results = prim.bind(*operands, config=config)
     return results, [0] * len(results)
 
 
-def _register(primitive: Primitive, abstract_eval: Callable[..., list[ShapedArray]]) -> None:
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(abstract_eval)
+def _register(prim: Any, abstract_eval: Callable[..., list[ShapedArray]]) -> None:
+    prim.multiple_results = True
+    prim.def_abstract_eval(abstract_eval)
     # Outside jit: a program of this one operation, cached by jit as any other.
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames="config"))
-    batching.primitive_batchers[primitive] = functools.partial(
-        _batching_rule, primitive
-    )
+    prim.def_impl(jax.jit(prim.bind, static_argnames="config"))
+    batching.primitive_batchers[prim] = functools.partial(_batching_rule, prim)
 
 
 _register(flash_attention_forward_p, _forward_abstract_eval)

@@ -19,12 +19,13 @@ A non-finite input must reach the rows that see it and no others, but 0 * NaN is
 every product. So non-finite elements are replaced by 0 and the rows that see one are
 poisoned: their visible scores become NaN.
 
-Letters of the einsums: t queries, s keys, k key-value heads, g query heads per key-value
-head, h head_dim, `...` batch dimensions, each full or 1.
+Letters of the einsums: t queries, s keys, k key-value heads, g query heads per
+key-value head, h head_dim, `...` batch dimensions, each full or 1.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -47,10 +48,12 @@ class Gradients(NamedTuple):
     alibi_slopes: Array | None = None
 
 
+# jit: outside a program the unfused definition would be some hundred dispatches.
+@functools.partial(jax.jit, static_argnames="config")
 def attention(
     operands: AttentionOperands, config: AttentionConfig
 ) -> tuple[Array, Array]:
-    """Returns out [*B, q_len, num_heads, value_head_dim] and logsumexp [*B, N, q_len]."""
+    """Returns out [*B, q_len, num_heads, value_head_dim], logsumexp [*B, N, q_len]."""
     scores = _scores(operands, config)
     sinks = None if operands.sinks is None else _per_head(operands.sinks, operands)
     probs, logsumexp = _softmax(scores, sinks)
@@ -63,6 +66,7 @@ def attention(
     )
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def attention_backward(
     operands: AttentionOperands,
     out: Array,
@@ -139,6 +143,30 @@ def attention_backward(
     )
 
 
+def plain_attention(
+    query: Array, key: Array, value: Array, *, config: AttentionConfig
+) -> tuple[Array, Array]:
+    """`attention` of calls without further operands."""
+    return attention(AttentionOperands(query, key, value), config)
+
+
+def plain_attention_backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+    dlogsumexp: Array,
+    *,
+    config: AttentionConfig,
+) -> tuple[Array, Array, Array]:
+    """`attention_backward` of calls without further operands."""
+    operands = AttentionOperands(query, key, value)
+    gradients = attention_backward(operands, out, logsumexp, dout, dlogsumexp, config)
+    return gradients[:3]
+
+
 class _Scores(NamedTuple):
     x: Array  # [..., k, g, t, s] after the softcap; 0 where hidden, NaN where poisoned
     visible: Array  # bool, every dimension full or 1, [..., s] full
@@ -211,9 +239,10 @@ def _visible(operands: AttentionOperands, config: AttentionConfig) -> Array:
             visible &= key_position <= query_position + right
 
     if operands.q_segment_ids is not None and operands.kv_segment_ids is not None:
-        same = operands.q_segment_ids[..., :, None] == operands.kv_segment_ids[
-            ..., None, :
-        ]
+        same = (
+            operands.q_segment_ids[..., :, None]
+            == operands.kv_segment_ids[..., None, :]
+        )
         visible &= same[..., None, None, :, :]
     if operands.query_seq_lengths is not None:
         lengths = operands.query_seq_lengths[..., None, None, None, None]
@@ -231,18 +260,14 @@ def _sees_non_finite(operands: AttentionOperands, visible: Array) -> Array:
     def rows_with_non_finite(a: Array) -> Array:
         return ~jnp.isfinite(a).all(-1)
 
-    bad_keys = rows_with_non_finite(operands.key) | rows_with_non_finite(
-        operands.value
-    )
+    bad_keys = rows_with_non_finite(operands.key) | rows_with_non_finite(operands.value)
     bad = jnp.swapaxes(bad_keys, -1, -2)[..., :, None, None, :]
     if operands.bias is not None:
         bad |= ~jnp.isfinite(_split_heads(operands.bias, num_kv_heads, axis=-3))
     bad_queries = _split_heads(
         rows_with_non_finite(operands.query), num_kv_heads, axis=-1
     )
-    return (visible & bad).any(-1) | (
-        visible.any(-1) & _move_rows_last(bad_queries)
-    )
+    return (visible & bad).any(-1) | (visible.any(-1) & _move_rows_last(bad_queries))
 
 
 def _query_positions(operands: AttentionOperands, config: AttentionConfig) -> Array:
@@ -266,9 +291,7 @@ def _dropout(
     keep_probability = 1.0 - config.dropout_rate
     bits = dropout_bits(operands)
     threshold = min(round(keep_probability * 2**32), 2**32 - 1)
-    keep = _split_heads(
-        bits < jnp.uint32(threshold), operands.key.shape[-2], axis=-3
-    )
+    keep = _split_heads(bits < jnp.uint32(threshold), operands.key.shape[-2], axis=-3)
     return jnp.where(keep, probs / keep_probability, 0)
 
 

@@ -121,9 +121,7 @@ def max_head_dims() -> dict[str, int]:
     for row in _variant_table():
         for dtype in row["dtypes"]:
             kernels = limits.setdefault(dtype, {})
-            kernels[row["kernel"]] = max(
-                row["head_dim"], kernels.get(row["kernel"], 0)
-            )
+            kernels[row["kernel"]] = max(row["head_dim"], kernels.get(row["kernel"], 0))
     return {dtype: min(kernels.values()) for dtype, kernels in limits.items()}
 
 

@@ -22,8 +22,8 @@ JFM_FUNCTION_CONSTANTS(JFM_DECLARE_CONSTANT)
 #define JFM_LN2 0.693147180559945309417f
 
 // Start value of a running row maximum: finite, so that a row which sees nothing gives
-// exp2(-inf - kMostNegative) = 0 instead of exp2(-inf + inf) = NaN.
-constant float kMostNegative = -3.402823466e+38f;
+// exp2(-inf - JFM_MOST_NEGATIVE) = 0 instead of exp2(-inf + inf) = NaN.
+#define JFM_MOST_NEGATIVE -3.402823466e+38f
 
 // ---------------------------------------------------------------- operand addresses
 

@@ -63,7 +63,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 
   Fragment o[kDimFragments];
   JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) o[d] = zero_fragment();
-  float m = kMostNegative;
+  float m = JFM_MOST_NEGATIVE;
   float l = 0.0f;  // this lane's part of the row sum
 
   const int end_key = end_of_visible_keys(params, first_query + BLOCK_Q - 1);

@@ -37,7 +37,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 
   Fragment o[kDimFragments];
   JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) o[d] = zero_fragment();
-  float m = kMostNegative;
+  float m = JFM_MOST_NEGATIVE;
   float l = 0.0f;  // this lane's part of the row sum
 
   const int split_start = split * params.keys_per_split;
@@ -136,7 +136,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
   const long row = long(group.x) * NUM_SIMDGROUPS + simdgroup;
   if (row >= num_rows) return;
 
-  float m = kMostNegative;
+  float m = JFM_MOST_NEGATIVE;
   for (int s = 0; s < params.num_splits; ++s) m = max(m, partial_lse[s * num_rows + row]);
   float l = 0.0f;
   for (int s = 0; s < params.num_splits; ++s) l += exp2(partial_lse[s * num_rows + row] - m);

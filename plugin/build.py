@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -260,7 +261,7 @@ def run_zig(arguments: Sequence[str], **options: Any) -> str:
         raise BuildError("the package ziglang is not installed: pip install ziglang")
     # What `python -m ziglang` runs, without the cost of one more Python.
     zig = os.path.join(next(iter(spec.submodule_search_locations)), "zig")
-    done = subprocess.run(
+    done: subprocess.CompletedProcess[str] = subprocess.run(
         [zig, *arguments], capture_output=True, text=True, check=False, **options
     )
     if done.returncode:
@@ -426,17 +427,65 @@ def kernel_units(variants: Iterable[Variant]) -> list[KernelUnit]:
     return [KernelUnit(*group, tuple(rows)) for group, rows in groups.items()]
 
 
+def translate_unit(request: Request, unit: KernelUnit) -> frontend.Translation:
+    """Preprocesses and translates one unit, unless that was done before."""
+    main_file = request.kernel_dir / f"{unit.source}.metal"
+    if not main_file.is_file():
+        raise BuildError(f"{main_file}: not found, but variants.toml names it.")
+    key = digest(
+        zig_version(),
+        unit.name,
+        unit.text(),
+        content_of(included_files(main_file, [request.kernel_dir])),
+        content_of(frontend.sources()),
+    )
+
+    def translate_to(new: Path) -> None:
+        source = request.cache.text(unit.text(), ".metal")
+        text = run_zig(frontend.preprocess_command(source, [request.kernel_dir]))
+        # Diagnostics name files as in the source tree, wherever kernel_dir is; so the
+        # same text is the same object.
+        for path, name in (
+            (source, f"{unit.name}.metal"),
+            (request.kernel_dir, KERNEL_DIR.name),
+            (ROOT, "."),
+        ):
+            text = text.replace(f'"{path}', f'"{name}')
+        translation = frontend.translate(text, unit.name)
+        if translation.errors:
+            raise BuildError("\n".join(map(str, translation.errors)))
+        new.write_text(json.dumps(dataclasses.asdict(translation)))
+
+    fields = json.loads(request.cache.get(key, ".json", translate_to).read_text())
+    return frontend.Translation(
+        text=fields["text"],
+        kernels=[frontend.KernelInfo(**kernel) for kernel in fields["kernels"]],
+        constants=[frontend.FunctionConstant(**item) for item in fields["constants"]],
+        functions=[],  # of use to the lint only, which translates for itself
+        errors=[],
+    )
+
+
 def compile_unit(
     request: Request, unit: KernelUnit
 ) -> tuple[frontend.Translation, Path]:
     """One unit: the front end's translation and the object made from it."""
     translation = translate_unit(request, unit)
-    flags = frontend.compile_flags(request.flavour, request.target.machine)
-    key = digest(zig_version(), flags, translation.text, frontend_sources())
+    machine = request.target.machine
+    flags = frontend.compile_flags(request.flavour, machine)
+    key = digest(
+        zig_version(),
+        # The flags name a header by its full path; its content is in the key as well.
+        [flag.replace(str(ROOT), ".") for flag in flags],
+        translation.text,
+        content_of(path for path in frontend.sources() if path.suffix == ".h"),
+    )
 
     def compile_to(new: Path) -> None:
         source = request.cache.text(translation.text, ".clcpp")
-        run_zig(["clang", *flags, "-c", str(source), "-o", str(new)], cwd=ROOT)
+        run_zig(
+            frontend.compile_command(request.flavour, machine, source, new), cwd=ROOT
+        )
 
     return translation, request.cache.get(key, ".o", compile_to)
 

@@ -1,3 +1,4 @@
+// The checks that both callers share, then wrap and run.
 #include "plugin/attention/host_problem.h"
 
 #include <memory>
@@ -74,11 +75,11 @@ Status CheckTensor(const TensorSpec& spec, const AttentionProblem& problem,
   }
   const int64_t capacity = memory.size_bytes / SizeBytes(spec.dtype(problem));
   if (memory.data == nullptr || num_elements > capacity) {
-    return InvalidArgument(std::string(spec.name) + " must have memory for at least " +
-                           std::to_string(num_elements) + " " + Name(spec.dtype(problem)) +
-                           " elements, but got " +
-                           (memory.data == nullptr ? "a null pointer."
-                                                   : std::to_string(memory.size_bytes) + " bytes."));
+    return InvalidArgument(
+        std::string(spec.name) + " must have memory for at least " + std::to_string(num_elements) +
+        " " + Name(spec.dtype(problem)) + " elements, but got " +
+        (memory.data == nullptr ? "a null pointer."
+                                : std::to_string(memory.size_bytes) + " bytes."));
   }
   return {};
 }

@@ -1,3 +1,4 @@
+// Turns the C structs into a HostProblem and a Status into a code with text.
 #include "plugin/c_api/c_api.h"
 
 #include <array>
@@ -18,11 +19,10 @@ static_assert(sizeof(JfmTensor) == 168 && sizeof(JfmAttentionProblem) == 1880, "
 // Parallel to kTensors.
 using TensorMember = JfmTensor JfmAttentionProblem::*;
 constexpr std::array<TensorMember, kTensors.size()> kTensorMembers = {
-    &JfmAttentionProblem::query,      &JfmAttentionProblem::key,
-    &JfmAttentionProblem::value,      &JfmAttentionProblem::out,
-    &JfmAttentionProblem::logsumexp,  &JfmAttentionProblem::dout,
-    &JfmAttentionProblem::dlogsumexp, &JfmAttentionProblem::dquery,
-    &JfmAttentionProblem::dkey,       &JfmAttentionProblem::dvalue,
+    &JfmAttentionProblem::query,      &JfmAttentionProblem::key,       &JfmAttentionProblem::value,
+    &JfmAttentionProblem::out,        &JfmAttentionProblem::logsumexp, &JfmAttentionProblem::dout,
+    &JfmAttentionProblem::dlogsumexp, &JfmAttentionProblem::dquery,    &JfmAttentionProblem::dkey,
+    &JfmAttentionProblem::dvalue,
 };
 
 Status CheckRange(const std::string& name, int64_t value, int64_t min, int64_t max) {

@@ -36,10 +36,10 @@ typedef struct {
   int64_t q_len, kv_len, num_heads, num_kv_heads, head_dim, value_head_dim;
   int64_t q_offset;  // query i sees key j iff j <= i + q_offset (is_causal)
   float scale;
-  int32_t is_causal;           // 0 or 1
-  JfmTensor query, key, value; // inputs
-  JfmTensor out, logsumexp;    // results of forward, inputs of backward
-  JfmTensor dout, dlogsumexp;  // the rest: backward only
+  int32_t is_causal;            // 0 or 1
+  JfmTensor query, key, value;  // inputs
+  JfmTensor out, logsumexp;     // results of forward, inputs of backward
+  JfmTensor dout, dlogsumexp;   // the rest: backward only
   JfmTensor dquery, dkey, dvalue;
 } JfmAttentionProblem;
 

@@ -1,3 +1,4 @@
+// The tables of version 1 of the wire format, and the checks of a frame against them.
 #include "plugin/ffi/call_frame.h"
 
 #include <cstring>
@@ -17,11 +18,11 @@ struct DataTypeSpec {
   const char* name;
 };
 constexpr DataTypeSpec kDataTypes[] = {
-    {XLA_FFI_PRED, "bool"},      {XLA_FFI_S8, "int8"},        {XLA_FFI_S16, "int16"},
-    {XLA_FFI_S32, "int32"},      {XLA_FFI_S64, "int64"},      {XLA_FFI_U8, "uint8"},
-    {XLA_FFI_U16, "uint16"},     {XLA_FFI_U32, "uint32"},     {XLA_FFI_U64, "uint64"},
-    {XLA_FFI_F16, "float16"},    {XLA_FFI_F32, "float32"},    {XLA_FFI_F64, "float64"},
-    {XLA_FFI_BF16, "bfloat16"},  {XLA_FFI_C64, "complex64"},  {XLA_FFI_C128, "complex128"},
+    {XLA_FFI_PRED, "bool"},     {XLA_FFI_S8, "int8"},       {XLA_FFI_S16, "int16"},
+    {XLA_FFI_S32, "int32"},     {XLA_FFI_S64, "int64"},     {XLA_FFI_U8, "uint8"},
+    {XLA_FFI_U16, "uint16"},    {XLA_FFI_U32, "uint32"},    {XLA_FFI_U64, "uint64"},
+    {XLA_FFI_F16, "float16"},   {XLA_FFI_F32, "float32"},   {XLA_FFI_F64, "float64"},
+    {XLA_FFI_BF16, "bfloat16"}, {XLA_FFI_C64, "complex64"}, {XLA_FFI_C128, "complex128"},
 };
 
 std::string DataTypeName(int32_t type) {
@@ -60,8 +61,8 @@ Result<BufferArgument> DecodeBuffer(const char* name, int32_t type, const void* 
   const XLA_FFI_Buffer& buffer = *static_cast<const XLA_FFI_Buffer*>(value);
   if (buffer.struct_size < XLA_FFI_SIZE(XLA_FFI_Buffer, dims)) {
     return InvalidArgument(std::string(name) + " must have an XLA_FFI_Buffer of at least " +
-                           std::to_string(XLA_FFI_SIZE(XLA_FFI_Buffer, dims)) +
-                           " bytes, but got " + std::to_string(buffer.struct_size) + ".");
+                           std::to_string(XLA_FFI_SIZE(XLA_FFI_Buffer, dims)) + " bytes, but got " +
+                           std::to_string(buffer.struct_size) + ".");
   }
   if (buffer.rank < 0 || (buffer.rank > 0 && buffer.dims == nullptr)) {
     return InvalidArgument(std::string(name) + " has no valid shape: rank " +
@@ -161,11 +162,10 @@ Status CheckRanks(const std::vector<BufferArgument>& buffers, size_t num_batch_d
   for (size_t i = 0; i < buffers.size(); ++i) {
     const size_t expected = num_batch_dims + InnerSizes(kTensors[i]).size();
     if (buffers[i].shape.size() != expected) {
-      return InvalidArgument(std::string(kTensors[i].name) + " must have " +
-                             std::to_string(expected) + " dimensions " + LayoutText(kTensors[i]) +
-                             ", with as many batch dimensions as query " +
-                             ShapeText(buffers[0].shape) + ", but got shape " +
-                             ShapeText(buffers[i].shape) + ".");
+      return InvalidArgument(
+          std::string(kTensors[i].name) + " must have " + std::to_string(expected) +
+          " dimensions " + LayoutText(kTensors[i]) + ", with as many batch dimensions as query " +
+          ShapeText(buffers[0].shape) + ", but got shape " + ShapeText(buffers[i].shape) + ".");
     }
   }
   return {};
@@ -206,12 +206,11 @@ Status CheckShapes(const std::vector<BufferArgument>& buffers, const Pass& pass,
       const int64_t full = problem.batch_sizes[j];
       if (shape[j] == full || (shape[j] == 1 && !is_result)) continue;
       const char* source = kTensors[pass.num_operands].name;
-      return InvalidArgument(
-          "batch dimension " + std::to_string(j) + " of " + spec.name + " must be " +
-          std::to_string(full) + " as in the result " + source +
-          (is_result ? "" : " or 1 (shared)") + ", but got " + source + " of shape " +
-          ShapeText(buffers[pass.num_operands].shape) + " and " + spec.name + " of shape " +
-          ShapeText(shape) + ".");
+      return InvalidArgument("batch dimension " + std::to_string(j) + " of " + spec.name +
+                             " must be " + std::to_string(full) + " as in the result " + source +
+                             (is_result ? "" : " or 1 (shared)") + ", but got " + source +
+                             " of shape " + ShapeText(buffers[pass.num_operands].shape) + " and " +
+                             spec.name + " of shape " + ShapeText(shape) + ".");
     }
   }
   return {};
@@ -230,8 +229,8 @@ Status DescribeMemory(const TensorSpec& spec, const BufferArgument& buffer,
     // Empty dimensions count as 1, so that a stride stays a stride.
     if (shape[i] < 0 ||
         __builtin_mul_overflow(num_elements, shape[i] == 0 ? 1 : shape[i], &num_elements)) {
-      return InvalidArgument(std::string(spec.name) + " has an impossible shape: " +
-                             ShapeText(shape) + ".");
+      return InvalidArgument(std::string(spec.name) +
+                             " has an impossible shape: " + ShapeText(shape) + ".");
     }
   }
   int64_t size_bytes;
@@ -286,16 +285,14 @@ Status DecodeTensors(const XLA_FFI_CallFrame& frame, const Pass& pass, HostProbl
 
 // -- Attributes ---------------------------------------------------------------------
 
-std::string ArticleAndName(const std::string& name) {
-  const bool is_vowel = std::strchr("aeiou", name[0]) != nullptr && name[1] != 'i';
-  return (is_vowel ? "an " : "a ") + name;
-}
-
-std::string AttributeTypeText(int32_t type, const void* value) {
+std::string AttributeText(int32_t type, const void* value) {
+  if (value == nullptr) return "a null pointer";
   switch (type) {
-    case XLA_FFI_SCALAR:
-      return ArticleAndName(DataTypeName(static_cast<const XLA_FFI_Scalar*>(value)->dtype)) +
-             " scalar";
+    case XLA_FFI_SCALAR: {
+      const XLA_FFI_Scalar& scalar = *static_cast<const XLA_FFI_Scalar*>(value);
+      if (scalar.value == nullptr) return "a null pointer";
+      return "a scalar of type " + DataTypeName(scalar.dtype);
+    }
     case XLA_FFI_ARRAY:
       return "an array of " + DataTypeName(static_cast<const XLA_FFI_Array*>(value)->dtype);
     case XLA_FFI_STRING:
@@ -337,17 +334,13 @@ Status DecodeAttribute(const XLA_FFI_Attributes& attributes, const AttributeSpec
   }
   if (count > 1) {
     return InvalidArgument(std::string("attribute ") + spec.name + " (" + expected +
-                           ") must be given once, but got it " + std::to_string(count) +
-                           " times.");
-  }
-  if (value == nullptr) {
-    return InvalidArgument(std::string("attribute ") + spec.name + " is a null pointer.");
+                           ") must be given once, but got it " + std::to_string(count) + " times.");
   }
   const XLA_FFI_Scalar* scalar =
       type == XLA_FFI_SCALAR ? static_cast<const XLA_FFI_Scalar*>(value) : nullptr;
   if (scalar == nullptr || scalar->dtype != spec.type || scalar->value == nullptr) {
     return InvalidArgument(std::string("attribute ") + spec.name + " must be " + expected +
-                           ", but got " + AttributeTypeText(type, value) + ".");
+                           ", but got " + AttributeText(type, value) + ".");
   }
   std::memcpy(spec.target, scalar->value, spec.size_bytes);
   return {};
@@ -359,11 +352,11 @@ Status CheckAttributeList(const XLA_FFI_Attributes& attributes) {
                            std::to_string(XLA_FFI_SIZE(XLA_FFI_Attributes, values)) +
                            " bytes, but got " + std::to_string(attributes.struct_size) + ".");
   }
-  const bool has_lists = attributes.types != nullptr && attributes.names != nullptr &&
-                         attributes.values != nullptr;
+  const bool has_lists =
+      attributes.types != nullptr && attributes.names != nullptr && attributes.values != nullptr;
   if (attributes.size < 0 || (attributes.size > 0 && !has_lists)) {
-    return InvalidArgument("the list of attributes is not valid: " +
-                           std::to_string(attributes.size) + " entries.");
+    return InvalidArgument(
+        "the list of attributes is not valid: " + std::to_string(attributes.size) + " entries.");
   }
   return {};
 }
@@ -396,7 +389,7 @@ Status DecodeAttributes(const XLA_FFI_Attributes& attributes, AttentionProblem& 
     for (const std::string& other : known) is_known |= name == other;
     if (is_known) continue;
     return InvalidArgument("unknown attribute " + name + " (" +
-                           AttributeTypeText(attributes.types[i], attributes.values[i]) +
+                           AttributeText(attributes.types[i], attributes.values[i]) +
                            "); the attributes are " + Join(known) + ".");
   }
   problem.is_causal = is_causal != 0;

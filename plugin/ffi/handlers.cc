@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "plugin/attention/host_problem.h"
 #include "plugin/c_boundary.h"
@@ -96,8 +97,8 @@ XLA_FFI_Error* Handle(const char* target, const Pass& pass,
 }  // namespace
 }  // namespace jfm
 
-#define JFM_DEFINE_HANDLER(symbol, pass)                             \
+#define JFM_DEFINE_HANDLER(symbol, pass)                               \
   extern "C" JFM_EXPORT void* symbol(const XLA_FFI_CallFrame* frame) { \
-    return jfm::Handle(#symbol, jfm::pass, *frame);                  \
+    return jfm::Handle(#symbol, jfm::pass, *frame);                    \
   }
 JFM_HANDLERS(JFM_DEFINE_HANDLER)

@@ -1,4 +1,4 @@
-"""Plain unfused attention in the input dtype: what rule 1 of the tolerances compares to.
+"""Plain unfused attention in the input dtype: what rule 1 of the tolerances uses.
 
 As a framework without a fused kernel would do it: every array-valued step is rounded to
 the input dtype, matrix products accumulate in float32. Not a reference.

@@ -72,8 +72,9 @@ def attention_gradients(
         chunk = problem.probs(index, head, rows)
         heads = problem.query_heads(head)
         whole = (*index, slice(None), head)
-        q, k, v = problem.query[(*index, rows, heads)], *(
-            x[whole] for x in (problem.key, problem.value)
+        q, k, v = (
+            problem.query[(*index, rows, heads)],
+            *(x[whole] for x in (problem.key, problem.value)),
         )
         do = dout[(*index, rows, heads)]
         out = np.einsum("gts,sh->tgh", chunk.probs, v)
@@ -145,7 +146,9 @@ class _Problem:
         alibi_slopes=None,
     ):
         if batch is None:
-            batch = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (query, key, value)))
+            batch = np.broadcast_shapes(
+                *(np.shape(x)[:-3] for x in (query, key, value))
+            )
         q_len, num_heads, head_dim = np.shape(query)[-3:]
         kv_len = np.shape(key)[-3]
         scores = (*batch, num_heads, q_len, kv_len)

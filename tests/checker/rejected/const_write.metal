@@ -1,5 +1,5 @@
 // Writing through a pointer to const.
-// expect: const
+// expect: read-only variable is not assignable
 #include <metal_stdlib>
 
 using namespace metal;

@@ -1,5 +1,5 @@
 // The constant space is read-only.
-// expect: const
+// expect: read-only variable is not assignable
 #include <metal_stdlib>
 
 using namespace metal;

@@ -1,5 +1,5 @@
 // half and bfloat do not mix.
-// expect: implicit conversion.*bfloat
+// expect: incompatible type|implicit conversion
 #include <metal_stdlib>
 
 using namespace metal;

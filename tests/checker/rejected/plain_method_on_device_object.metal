@@ -1,5 +1,5 @@
 // A method without a qualifier is a thread method.
-// expect: method of a thread object|address space|this
+// expect: method of a thread object|cannot initialize object parameter
 #include <metal_stdlib>
 
 using namespace metal;

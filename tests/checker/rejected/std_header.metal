@@ -1,5 +1,5 @@
 // There are no C++ standard headers in Metal.
-// expect: header <cmath> is not available|cmath
+// expect: cmath
 #include <metal_stdlib>
 
 using namespace metal;

@@ -1,5 +1,5 @@
 // A thread method is called on an object in device memory.
-// expect: this|address space|not viable
+// expect: cannot initialize object parameter
 #include <metal_stdlib>
 
 using namespace metal;

@@ -1,5 +1,5 @@
 // An array length known only at run time.
-// expect: variable length array|variable-length
+// expect: array size is not a constant expression
 #include <metal_stdlib>
 
 using namespace metal;

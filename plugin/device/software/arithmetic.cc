@@ -1,0 +1,109 @@
+#include "plugin/device/software/arithmetic.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "plugin/device/software/cpu_features.h"
+
+namespace jfm {
+namespace {
+
+void MultiplyAccumulateBaseline(const float* a, const float* b, float* c) {
+  for (int i = 0; i < 8; ++i) {
+    for (int k = 0; k < 8; ++k) {
+      for (int j = 0; j < 8; ++j) c[i * 8 + j] = std::fma(a[i * 8 + k], b[k * 8 + j], c[i * 8 + j]);
+    }
+  }
+}
+
+uint32_t Bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+float FromBits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+float HalfToFloat(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16;
+  const uint32_t exponent = (h >> 10) & 31;
+  const uint32_t mantissa = h & 0x3ffu;
+  if (exponent == 31) {  // infinity or (made quiet) NaN
+    return FromBits(sign | 0x7f800000u | mantissa << 13 | (mantissa != 0 ? 0x400000u : 0));
+  }
+  if (exponent == 0) {  // zero or subnormal: mantissa · 2^-24
+    const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-08f;
+    return FromBits(sign | Bits(magnitude));
+  }
+  return FromBits(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+// Round to nearest, ties to even.
+uint16_t FloatToHalf(float x) {
+  const uint32_t bits = Bits(x);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) {
+    return static_cast<uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+  }
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above round to infinity
+  if (magnitude < 0x38800000u) {                        // below 2^-14: subnormal
+    // Adding 0.5 leaves the value in units of 2^-24 in the low bits, rounded by the FPU.
+    const float shifted = FromBits(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (Bits(shifted) - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1);
+  return static_cast<uint16_t>(sign | ((rounded >> 13) - (112u << 10)));
+}
+
+}  // namespace
+
+const Arithmetic kBaselineArithmetic = {&MultiplyAccumulateBaseline, &HalfToFloat, &FloatToHalf};
+
+const Arithmetic& ThisArithmetic() {
+#if defined(__x86_64__)
+  static const bool has_avx2 = CpuHasAvx2FmaF16c();
+  if (has_avx2) return kAvx2Arithmetic;
+#endif
+  return kBaselineArithmetic;
+}
+
+}  // namespace jfm
+
+// What clang calls to round a float to bfloat16; no compiler runtime of ours has it.
+// Ties to even; a NaN stays one.
+extern "C" __bf16 __truncsfbf2(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const uint32_t rounded = is_nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1);
+  const uint16_t high = static_cast<uint16_t>(rounded >> 16);
+  __bf16 result;
+  std::memcpy(&result, &high, 2);
+  return result;
+}
+
+#if defined(__x86_64__)
+// What clang calls for `half` in kernels compiled for the baseline; aarch64 has
+// instructions. A direct pointer, since a kernel converts every element it loads.
+namespace {
+const jfm::Arithmetic& kArithmetic = jfm::ThisArithmetic();
+}  // namespace
+
+extern "C" float __extendhfsf2(_Float16 x) {
+  uint16_t bits;
+  std::memcpy(&bits, &x, 2);
+  return kArithmetic.half_to_float(bits);
+}
+
+extern "C" _Float16 __truncsfhf2(float x) {
+  const uint16_t bits = kArithmetic.float_to_half(x);
+  _Float16 h;
+  std::memcpy(&h, &bits, 2);
+  return h;
+}
+#endif

@@ -1,0 +1,92 @@
+"""The exact clang arguments of the front end, and the kernel table. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from plugin.device.software.frontend.rewrite import Translation
+
+FOLDER = Path(__file__).resolve().parent
+SHIM = FOLDER / "msl_shim.h"
+MACROS = FOLDER / "msl_macros.h"
+# Empty files under the names of Metal's own headers; the shim has what they declare.
+METAL_HEADERS = FOLDER / "include"
+
+MACHINES = ("x86_64", "aarch64")
+FLAVOURS = ("fast", "checker")
+
+
+def sources() -> list[Path]:
+    """Every file that a translation depends on beside the kernels: for cache keys."""
+    return sorted(
+        path for path in FOLDER.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    )
+
+
+def preprocess_command(
+    source: Path, include_dirs: Sequence[Path] = (), defines: Sequence[str] = ()
+) -> list[str]:
+    """Arguments for `zig`: expands macros and includes of `source` to stdout.
+
+    `JFM_UNROLL` is defined away: register arrays live in memory here anyway, and full
+    unrolling would make the build several times longer.
+    """
+    return [
+        *("clang", "-E", "-x", "c++", "-std=c++17", "-nostdinc", "-nostdinc++"),
+        *("-imacros", str(MACROS), "-I", str(METAL_HEADERS)),
+        *("-DJFM_UNROLL=", *(f"-D{define}" for define in defines)),
+        *(argument for folder in include_dirs for argument in ("-I", str(folder))),
+        str(source),
+    ]
+
+
+def compile_flags(flavour: str, machine: str) -> list[str]:
+    """Flags for `zig clang` that turn `Translation.text` into an object."""
+    flags = [
+        *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc"),
+        *("-target", f"{machine}-linux-gnu", "-fPIC", "-fvisibility=hidden"),
+        "-Xclang",
+        "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64",
+        *("-cl-single-precision-constant", "-ffp-contract=off"),
+        *("-include", str(SHIM)),
+        *("-Wno-unknown-attributes", "-Wno-unused-value"),
+    ]
+    if flavour == "checker":
+        instrument = "-tsan-instrument-func-entry-exit=0"
+        flags += ["-DJFM_CHECKER", "-O1", "-g", "-fsanitize=thread", "-mllvm", instrument]
+    else:
+        # -O2 builds no faster code here: half as long again to compile, same speed.
+        flags += ["-O1"]
+    return flags
+
+
+def compile_command(
+    flavour: str, machine: str, source: Path, output: Path
+) -> list[str]:
+    """Arguments for `zig`: compiles a translated file to an object."""
+    flags = compile_flags(flavour, machine)
+    return ["clang", *flags, "-c", str(source), "-o", str(output)]
+
+
+def registry(translations: Iterable[Translation]) -> str:
+    """C++ source of the table that plugin/device/software/kernel_abi.h declares."""
+    kernels = [kernel for unit in translations for kernel in unit.kernels]
+    return "\n".join(
+        [
+            '#include "plugin/device/software/kernel_abi.h"',
+            "",
+            *(
+                f'extern "C" void {k.symbol}(const uint64_t*, const jfm::LaneIds*);'
+                for k in kernels
+            ),
+            "",
+            "namespace jfm {",
+            "const SoftwareKernel kSoftwareKernels[] = {",
+            *(f'    {{"{k.host_name}", &{k.symbol}}},' for k in kernels),
+            "};",
+            f"const size_t kNumSoftwareKernels = {len(kernels)};",
+            "}  // namespace jfm",
+            "",
+        ]
+    )

@@ -1,0 +1,146 @@
+"""Sizes 0 and 1, rows without keys, extreme offsets."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.support import cases, native, tolerances
+from tests.support.compare import assert_identical
+from tests.support.inputs import make_inputs
+from tests.support.kernel_check import Results, check, run
+
+dtypes = pytest.mark.parametrize("dtype", tolerances.DTYPES)
+short_and_long = pytest.mark.parametrize("q_len", [37, 5])
+
+
+@dtypes
+@short_and_long
+def test_no_keys(dtype, q_len):
+    case = cases.Case("no-keys", dtype=dtype, q_len=q_len, kv_len=0)
+    results = run(native, make_inputs(case), **case.options)
+    assert (results.out == 0).all() and np.isneginf(results.logsumexp).all()
+    assert (results.dquery == 0).all()
+    assert results.dkey.size == results.dvalue.size == 0
+
+
+@dtypes
+def test_no_queries(dtype):
+    """Dao-AILab #2421: gradients of unused keys are 0, not what was in memory."""
+    case = cases.Case("no-queries", dtype=dtype, q_len=0)
+    results = run(native, make_inputs(case), **case.options)
+    assert results.out.shape == (2, 0, 6, 64)
+    assert results.logsumexp.shape == (2, 6, 0)
+    assert (results.dkey == 0).all() and (results.dvalue == 0).all()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_len": 0, "kv_len": 0},
+        {"batch": (0,)},
+        {"batch": (2, 0, 3)},
+        {"batch": (0,), "q_len": 5},
+        {"batch": (0,), "kv_len": 0},
+    ],
+    ids=str,
+)
+def test_nothing_at_all(sizes):
+    case = cases.Case("nothing", **sizes)
+    results = run(native, make_inputs(case), **case.options)
+    assert all(x.size == 0 for x in results)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.Case("all-ones", batch=(1,), q_len=1, kv_len=1, num_heads=1,
+                   num_kv_heads=1, head_dim=1),
+        cases.Case("one-query", q_len=1),
+        cases.Case("one-key", kv_len=1),
+        cases.Case("one-key-causal", kv_len=1, is_causal=True),
+        cases.Case("one-value-column", value_head_dim=1),
+        cases.Case("one-query-column", head_dim=1, value_head_dim=64),
+        cases.Case("batch-of-one", batch=(1, 1, 1)),
+    ],
+    ids=lambda case: case.id,
+)  # fmt: skip
+@dtypes
+def test_size_one(case, dtype):
+    check(native, dataclasses.replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim", range(1, 257, 17))
+def test_odd_head_dims(head_dim):
+    """Both head dims walk through multiples of 8 and everything between them."""
+    case = cases.Case(
+        f"odd-d{head_dim}",
+        dtype="float16",
+        batch=(1,),
+        head_dim=head_dim,
+        value_head_dim=258 - head_dim - (head_dim == 1),
+        num_heads=2,
+        num_kv_heads=1,
+    )
+    check(native, case)
+
+
+@dtypes
+@short_and_long
+@pytest.mark.parametrize("offset", [-1, -3, -31, -33, -36, -37, -100])
+def test_rows_without_keys(dtype, q_len, offset):
+    case = cases.Case(
+        f"no-key-rows{offset}-q{q_len}",
+        dtype=dtype,
+        q_len=q_len,
+        is_causal=True,
+        q_offset=offset,
+    )
+    check(native, case)
+    results = run(native, make_inputs(case), **case.options)
+    hidden = slice(0, min(-offset, q_len))
+    assert (results.out[:, hidden] == 0).all()
+    assert np.isneginf(results.logsumexp[..., hidden]).all()
+    assert (results.dquery[:, hidden] == 0).all()
+    if -offset >= q_len:
+        assert (results.dkey == 0).all() and (results.dvalue == 0).all()
+
+
+@short_and_long
+@pytest.mark.parametrize("offset", [53, 1000, 2**31 - 1, 2**31, 2**40, 2**63 - 1])
+def test_large_offset_is_no_mask(q_len, offset):
+    case = cases.Case("offset", q_len=q_len)
+    inputs = make_inputs(case)
+    expected = run(native, inputs, **case.options)
+    actual = run(
+        native, inputs, **case.options | {"is_causal": True, "q_offset": offset}
+    )
+    for name in Results._fields:
+        assert_identical(
+            getattr(actual, name),
+            getattr(expected, name),
+            name=name,
+            context=f"q_offset={offset}",
+        )
+
+
+@short_and_long
+@pytest.mark.parametrize("offset", [-(2**31), -(2**31) - 1, -(2**40), -(2**63)])
+def test_very_negative_offset_hides_all(q_len, offset):
+    case = cases.Case("offset", q_len=q_len, is_causal=True, q_offset=offset)
+    results = run(native, make_inputs(case), **case.options)
+    assert np.isneginf(results.logsumexp).all()
+    for name in ("out", "dquery", "dkey", "dvalue"):
+        assert (getattr(results, name) == 0).all(), name
+
+
+@short_and_long
+def test_offset_without_causal_does_nothing(q_len):
+    case = cases.Case("offset-unused", q_len=q_len)
+    inputs = make_inputs(case)
+    expected = run(native, inputs, **case.options)
+    actual = run(native, inputs, **case.options | {"q_offset": -7})
+    for name in Results._fields:
+        assert_identical(
+            getattr(actual, name), getattr(expected, name), name=name, context=case.id
+        )

@@ -1,0 +1,353 @@
+"""Handlers given call frames built by hand: the metadata probe, other stages, grown and
+cut structs, null pointers, repeated attributes, and random damage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import ffi_frame, native
+from tests.support.ffi_frame import Frame
+
+INVALID_ARGUMENT = 3
+UNIMPLEMENTED = 12
+TARGET = "jax_flash_metal_forward_v1"
+ATTRIBUTES = [
+    ("is_causal", ffi_frame.PRED, 0),
+    ("q_offset", ffi_frame.S64, 0),
+    ("scale", ffi_frame.F32, 0.25),
+    ("version", ffi_frame.S64, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def handler() -> Any:
+    return getattr(native.load(), TARGET)
+
+
+def make_frame(
+    attributes: list[tuple[str, int, Any]] = ATTRIBUTES,
+) -> tuple[Frame, np.ndarray]:
+    """A good forward call, and where its out goes."""
+    ones = [np.ones(s, np.float32) for s in ((2, 5, 6, 8), (1, 7, 3, 8), (2, 7, 3, 4))]
+    out = np.full((2, 5, 6, 4), np.nan, np.float32)
+    logsumexp = np.full((2, 6, 5), np.nan, np.float32)
+    return Frame(ones, [out, logsumexp], attributes), out
+
+
+def assert_error(frame: Frame, handler: Any, sentence: str) -> None:
+    error = frame.call(handler)
+    assert error is not None
+    assert error.message == f"{TARGET}: {sentence}"
+    assert error.code == INVALID_ARGUMENT
+
+
+def test_good_frame(handler: Any) -> None:
+    frame, out = make_frame()
+    assert frame.call(handler) is None
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
+
+
+def test_attributes_in_any_order(handler: Any) -> None:
+    frame, out = make_frame(ATTRIBUTES[::-1])
+    assert frame.call(handler) is None
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
+
+
+# -- Metadata and stages -------------------------------------------------------------
+
+
+def probe(frame: Frame, **changes: int) -> ffi_frame.Metadata:
+    """Turns the frame into a metadata probe, as XLA sends before the first call."""
+    metadata = ffi_frame.Metadata(
+        struct_size=ffi_frame.Metadata.state_type_id.offset,
+        traits=77,
+        state_type_id=88,
+    )
+    extension = ffi_frame.Extension(
+        struct_size=ctypes.sizeof(ffi_frame.Extension),
+        type=ffi_frame.METADATA,
+        metadata=ctypes.addressof(metadata),
+    )
+    for name, value in changes.items():
+        setattr(extension if name == "metadata" else metadata, name, value)
+    frame.frame.extensions = frame.keep(extension)
+    frame.keep(metadata)
+    return metadata
+
+
+def test_metadata_probe(handler: Any) -> None:
+    frame, out = make_frame()
+    metadata = probe(frame)
+    frame.frame.arguments = ffi_frame.Values()  # a probe comes without buffers
+    frame.frame.results = ffi_frame.Values()
+    frame.frame.attributes = ffi_frame.Attributes()
+    assert frame.call(handler) is None
+    assert (metadata.api_version.major, metadata.api_version.minor) == (0, 1)
+    assert metadata.api_version.struct_size == ctypes.sizeof(ffi_frame.Version)
+    assert metadata.traits == 0
+    assert metadata.state_type_id == 88, "not of version 0.1: not ours to write"
+    assert np.isnan(out).all(), "a probe is not an execution"
+
+
+def test_metadata_probe_behind_another_extension(handler: Any) -> None:
+    frame, _ = make_frame()
+    metadata = probe(frame)
+    other = ffi_frame.Extension(struct_size=24, type=1234, next=frame.frame.extensions)
+    frame.frame.extensions = frame.keep(other)
+    assert frame.call(handler) is None
+    assert metadata.traits == 0
+
+
+def test_unknown_extension_is_ignored(handler: Any) -> None:
+    frame, out = make_frame()
+    other = ffi_frame.Extension(struct_size=24, type=1234)
+    frame.frame.extensions = frame.keep(other)
+    assert frame.call(handler) is None
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
+
+
+def test_bad_metadata_probe(handler: Any) -> None:
+    frame, _ = make_frame()
+    probe(frame, struct_size=20)
+    assert_error(
+        frame, handler, "XLA_FFI_Metadata must have at least 36 bytes, but got 20."
+    )
+    probe(frame, metadata=0)
+    assert_error(frame, handler, "the metadata is a null pointer.")
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_stages_before_execution_do_nothing(handler: Any, stage: int) -> None:
+    frame, out = make_frame()
+    frame.frame.stage = stage
+    assert frame.call(handler) is None
+    assert np.isnan(out).all()
+
+
+def test_unknown_stage(handler: Any) -> None:
+    frame, _ = make_frame()
+    frame.frame.stage = 4
+    error = frame.call(handler)
+    assert error == ffi_frame.Error(
+        UNIMPLEMENTED,
+        f"{TARGET}: execution stage 4 is not known; the last one known is 3 (execute).",
+    )
+
+
+# -- Struct sizes --------------------------------------------------------------------
+
+
+def test_grown_structs_are_accepted(handler: Any) -> None:
+    frame, out = make_frame()
+    lists = (frame.frame.arguments, frame.frame.results, frame.frame.attributes)
+    for struct in (frame.frame, frame.api, *lists, *frame.buffers):
+        struct.struct_size += 64
+    assert frame.call(handler) is None
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
+
+
+def damage_frame(frame: Frame) -> None:
+    frame.frame.struct_size = 160
+
+
+def damage_arguments(frame: Frame) -> None:
+    frame.frame.arguments.struct_size = 32
+
+
+def damage_results(frame: Frame) -> None:
+    frame.frame.results.types = None
+
+
+def damage_attributes(frame: Frame) -> None:
+    frame.frame.attributes.struct_size = 40
+
+
+def damage_attribute_names(frame: Frame) -> None:
+    frame.frame.attributes.names = None
+
+
+def damage_buffer(frame: Frame) -> None:
+    frame.buffers[1].struct_size = 40
+
+
+def damage_argument_type(frame: Frame) -> None:
+    frame.types["arguments"][2] = 9
+
+
+def damage_data(frame: Frame) -> None:
+    frame.buffers[3].data = None
+
+
+def damage_rank(frame: Frame) -> None:
+    frame.buffers[0].rank = -1
+
+
+def damage_dims(frame: Frame) -> None:
+    frame.buffers[0].dims = None
+
+
+def damage_dimension(frame: Frame) -> None:
+    for index in (0, 3, 4):
+        frame.dims[index][0] = -2
+
+
+def damage_size(frame: Frame) -> None:
+    for index in (0, 3, 4):
+        frame.dims[index][0] = 2**62
+
+
+def damage_attribute_value(frame: Frame) -> None:
+    frame.scalars[2].value = None
+
+
+def damage_attribute_type(frame: Frame) -> None:
+    frame.types["attributes"][2] = 17
+
+
+def damage_attribute_dtype(frame: Frame) -> None:
+    frame.scalars[2].dtype = 29
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (damage_frame, "XLA_FFI_CallFrame must have at least 168 bytes, but got 160."),
+        (
+            damage_arguments,
+            "the list of operands must have at least 40 bytes, but got 32.",
+        ),
+        (damage_results, "the list of results is a null pointer."),
+        (
+            damage_attributes,
+            "the list of attributes must have at least 48 bytes, but got 40.",
+        ),
+        (damage_attribute_names, "the list of attributes is not valid: 4 entries."),
+        (
+            damage_buffer,
+            "key must have an XLA_FFI_Buffer of at least 48 bytes, but got 40.",
+        ),
+        (
+            damage_argument_type,
+            "value must be a buffer (argument type 1), but got argument type 9.",
+        ),
+        (
+            damage_data,
+            "out must have memory for at least 240 float32 elements, but got a null "
+            "pointer.",
+        ),
+        (damage_rank, "query has no valid shape: rank -1."),
+        (damage_dims, "query has no valid shape: rank 4."),
+        (damage_dimension, "query has an impossible shape: [-2, 5, 6, 8]."),
+        (damage_size, f"query has an impossible shape: [{2**62}, 5, 6, 8]."),
+        (
+            damage_attribute_value,
+            "attribute scale must be a scalar of type float32, but got a null pointer.",
+        ),
+        (
+            damage_attribute_type,
+            "attribute scale must be a scalar of type float32, but got an attribute of "
+            "type 17.",
+        ),
+        (
+            damage_attribute_dtype,
+            "attribute scale must be a scalar of type float32, but got a scalar of "
+            "type XLA data type 29.",
+        ),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+def test_damage(handler: Any, damage: Callable[[Frame], None], sentence: str) -> None:
+    frame, out = make_frame()
+    damage(frame)
+    if damage in (damage_dimension, damage_size):
+        frame.dims[2][0] = 1  # value: shared, or its batch size would be the news
+    assert_error(frame, handler, sentence)
+    assert np.isnan(out).all()
+
+
+def test_repeated_attribute(handler: Any) -> None:
+    frame, _ = make_frame([*ATTRIBUTES, ("scale", ffi_frame.F32, 0.5)])
+    assert_error(
+        frame,
+        handler,
+        "attribute scale (a scalar of type float32) must be given once, but got it 2 "
+        "times.",
+    )
+
+
+def test_empty_sizes(handler: Any) -> None:
+    """No keys: XLA may pass null for what has no bytes."""
+    frame, out = make_frame()
+    for index in (1, 2):
+        frame.dims[index][1] = 0
+        frame.buffers[index].data = None
+    assert frame.call(handler) is None
+    assert (out == 0).all()
+
+
+# -- Random damage -------------------------------------------------------------------
+
+NUMBERS = (-(2**63), -(2**31), -1, 0, 1, 2, 3, 2**31, 2**62, 2**63 - 1)
+
+
+def damage_somewhere(frame: Frame, rng: random.Random) -> None:
+    """One change. Counts only shrink: lengths of lists are the caller's word."""
+    small = rng.choice((-(2**31), -1, *range(24), 2**31 - 1))
+    buffer = rng.randrange(len(frame.buffers))
+    attribute = rng.randrange(len(frame.scalars))
+    which = rng.choice(("arguments", "results", "attributes"))
+    values = getattr(frame.frame, which)
+
+    def shrink(count: int) -> int:
+        return rng.choice((-(2**63), -1, *range(count + 1)))
+
+    def change_dimension() -> None:
+        dims = frame.dims[buffer]
+        dims[rng.randrange(len(dims))] = rng.choice(NUMBERS)
+
+    def change_type() -> None:
+        types = frame.types[which]
+        types[rng.randrange(len(types))] = small
+
+    changes: list[Callable[[], None]] = [
+        change_dimension,
+        change_type,
+        lambda: setattr(frame.buffers[buffer], "dtype", small),
+        lambda: setattr(frame.buffers[buffer], "data", None),
+        lambda: setattr(frame.buffers[buffer], "rank", shrink(len(frame.dims[buffer]))),
+        lambda: setattr(frame.buffers[buffer], "struct_size", rng.randrange(96)),
+        lambda: setattr(frame.scalars[attribute], "dtype", small),
+        lambda: setattr(frame.scalars[attribute], "value", None),
+        lambda: setattr(
+            frame.names[attribute], "size", shrink(frame.names[attribute].size) % 16
+        ),
+        lambda: setattr(values, "size", shrink(values.size)),
+        lambda: setattr(values, "struct_size", rng.randrange(96)),
+        lambda: setattr(values, "types", None),
+        lambda: setattr(frame.frame, "stage", small),
+        lambda: setattr(frame.frame, "struct_size", rng.randrange(256)),
+    ]
+    rng.choice(changes)()
+
+
+def test_random_damage(handler: Any) -> None:
+    """Every damaged frame is refused, or was still a good call; never a crash."""
+    rng = random.Random(20)
+    num_errors = 0
+    for _ in range(3000):
+        frame, _ = make_frame()
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            damage_somewhere(frame, rng)
+        error = frame.call(handler)
+        if error is not None:
+            num_errors += 1
+            assert error.message.startswith(f"{TARGET}: ")
+            assert error.message.endswith(".")
+    assert num_errors > 2000

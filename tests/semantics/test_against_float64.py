@@ -1,0 +1,83 @@
+"""out, logsumexp and every gradient against the float64 definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash_metal import flash_attention
+from tests.semantics import attention_cases as cases
+from tests.support import reference_f64
+from tests.support.closeness import assert_close
+
+# "vjp" is the default on the CPU: our custom derivative around the reference.
+IMPLEMENTATIONS = {"xla": "xla", "vjp": None, "metal": "metal"}
+
+
+def runs():
+    for case in cases.ALL:
+        for name in IMPLEMENTATIONS:
+            if name != "metal" or case in cases.FUSED:
+                yield pytest.param(case, name, id=f"{case}-{name}")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("case", "implementation"), list(runs()))
+def test_case(case, implementation, dtype):
+    rng = np.random.default_rng(7)
+    query, key, value = cases.qkv(rng, cases.DTYPES[dtype])
+    options = cases.ALL[case](rng)
+    dout = cases.normal(rng, *query.shape[:-1], value.shape[-1], dtype=query.dtype)
+    dlogsumexp = cases.normal(rng, cases.B, cases.N, cases.T)
+    differentiable = {n: options[n] for n in ("bias", "sinks") if n in options}
+    rest = {n: x for n, x in options.items() if n not in differentiable}
+
+    def attend(query, key, value, differentiable):
+        return flash_attention(
+            query,
+            key,
+            value,
+            **differentiable,
+            **rest,
+            return_logsumexp=True,
+            implementation=IMPLEMENTATIONS[implementation],
+        )
+
+    (out, logsumexp), pullback = jax.vjp(attend, query, key, value, differentiable)
+    dquery, dkey, dvalue, dothers = pullback((jnp.asarray(dout), dlogsumexp))
+
+    expected = reference_f64.attention(query, key, value, **options)
+    wanted = reference_f64.attention_gradients(
+        query, key, value, dout, dlogsumexp, **options
+    )
+    assert out.dtype == query.dtype
+    assert logsumexp.dtype == jnp.float32
+    assert_close("out", out, expected.out, dtype)
+    assert_close("logsumexp", logsumexp, expected.logsumexp, dtype)
+    assert_close("dquery", dquery, wanted.dquery, dtype)
+    assert_close("dkey", dkey, wanted.dkey, dtype)
+    assert_close("dvalue", dvalue, wanted.dvalue, dtype)
+    if "bias" in options:
+        assert_close("dbias", dothers["bias"], wanted.dbias, dtype)
+    if "sinks" in options:
+        assert_close("dsinks", dothers["sinks"], wanted.dsinks, dtype)
+
+
+def test_float64(x64):
+    """float64 inputs keep their precision, in both directions."""
+    rng = np.random.default_rng(8)
+    query, key, value = cases.qkv(rng, np.float64)
+    dout = cases.normal(rng, *query.shape[:-1], value.shape[-1], dtype=np.float64)
+
+    def attend(*qkv):
+        return flash_attention(*qkv, is_causal=True, return_logsumexp=True)
+
+    (out, logsumexp), pullback = jax.vjp(attend, query, key, value)
+    gradients = pullback((jnp.asarray(dout), jnp.zeros_like(logsumexp)))
+    expected = reference_f64.attention(query, key, value, is_causal=True)
+    wanted = reference_f64.attention_gradients(query, key, value, dout, is_causal=True)
+    assert out.dtype == logsumexp.dtype == jnp.float64
+    np.testing.assert_allclose(out, expected.out, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(logsumexp, expected.logsumexp, rtol=1e-12)
+    for got, want in zip(gradients, wanted[:3]):
+        np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)

@@ -1,0 +1,340 @@
+"""The rules of the contract that a comparison with a formula does not show."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash_metal import flash_attention
+from tests.semantics import attention_cases as cases
+from tests.semantics.attention_cases import B, H, K, N, S, T, V
+
+FUSED_IMPLEMENTATIONS = [None, "xla", "metal"]
+IMPLEMENTATIONS = [None, "xla"]
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(11)
+
+
+def forward_and_gradients(query, key, value, dout, **options):
+    def attend(query, key, value):
+        return flash_attention(query, key, value, return_logsumexp=True, **options)
+
+    (out, logsumexp), pullback = jax.vjp(attend, query, key, value)
+    gradients = pullback((jnp.asarray(dout), jnp.zeros_like(logsumexp)))
+    return [np.asarray(x) for x in (out, logsumexp, *gradients)]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
+@pytest.mark.parametrize("implementation", FUSED_IMPLEMENTATIONS)
+def test_rows_before_the_first_key(rng, implementation, dtype):
+    """Bottom-right causal with q_len > kv_len: the first rows see nothing."""
+    query, key, value = cases.qkv(rng, dtype, q_len=S, kv_len=T)
+    dout = cases.normal(rng, B, S, N, V, dtype=dtype)
+    out, logsumexp, *gradients = forward_and_gradients(
+        *(query, key, value, dout),
+        is_causal=True,
+        q_offset=T - S,
+        implementation=implementation,
+    )
+    blind = S - T
+    assert (out[:, :blind] == 0).all() and (out[:, blind:] != 0).any()
+    assert np.isneginf(logsumexp[..., :blind]).all()
+    assert np.isfinite(logsumexp[..., blind:]).all()
+    assert (gradients[0][:, :blind] == 0).all()
+    assert all(np.isfinite(g.astype(np.float32)).all() for g in gradients)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_fully_masked_rows(rng, implementation, with_sinks):
+    query, key, value = cases.qkv(rng, np.float32)
+    mask = np.ones((B, 1, T, 1), bool)
+    mask[1, 0, 5:9] = False
+    sinks = cases.normal(rng, N)
+
+    def attend(query, key, value, sinks):
+        return flash_attention(
+            *(query, key, value, None, mask),
+            sinks=sinks if with_sinks else None,
+            return_logsumexp=True,
+            implementation=implementation,
+        )
+
+    (out, logsumexp), pullback = jax.vjp(attend, query, key, value, sinks)
+    assert (out[1, 5:9] == 0).all()
+    assert (np.asarray(logsumexp[1, :, 5:9]) == -np.inf).all()
+    # A cotangent of those rows alone, even a non-finite one, gives no gradient at all.
+    dout = np.zeros(out.shape, np.float32)
+    dout[1, 5:9] = np.nan
+    dlogsumexp = np.zeros(logsumexp.shape, np.float32)
+    dlogsumexp[1, :, 5:9] = 1.0
+    for gradient in pullback((jnp.asarray(dout), jnp.asarray(dlogsumexp))):
+        assert (np.asarray(gradient) == 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("implementation", FUSED_IMPLEMENTATIONS)
+def test_hidden_non_finite_inputs_do_not_leak(rng, implementation, bad):
+    """Causal: queries before 20 see no key from 20 on, and keep every bit."""
+    query, key, value = cases.qkv(rng, np.float32)
+    dout = cases.normal(rng, B, T, N, V)
+    options = {"is_causal": True, "implementation": implementation}
+    clean = forward_and_gradients(query, key, value, dout, **options)
+
+    query, key, value, dout = (x.copy() for x in (query, key, value, dout))
+    key[:, 20:, :, 3] = bad
+    value[:, 21:, :, 5] = bad
+    out, logsumexp, dquery, *_ = forward_and_gradients(
+        query, key, value, dout, **options
+    )
+    np.testing.assert_array_equal(out[:, :20], clean[0][:, :20])
+    np.testing.assert_array_equal(logsumexp[..., :20], clean[1][..., :20])
+    np.testing.assert_array_equal(dquery[:, :20], clean[2][:, :20])
+    assert np.isnan(out[:, 20:]).all(), "a row that sees a NaN must show it"
+
+
+@pytest.mark.parametrize("implementation", FUSED_IMPLEMENTATIONS)
+def test_non_finite_queries_and_cotangents_reach_only_what_they_see(
+    rng, implementation
+):
+    """Causal: keys from 20 on are hidden from queries before 20."""
+    query, key, value = cases.qkv(rng, np.float32, q_len=S)
+    dout = cases.normal(rng, B, S, N, V)
+    options = {"is_causal": True, "implementation": implementation}
+    clean = forward_and_gradients(query, key, value, dout, **options)
+
+    query = query.copy()
+    query[:, 3:20, :, 0] = np.nan
+    if implementation != "xla":  # plain derivatives multiply cotangents by 0
+        dout = dout.copy()
+        dout[:, :20, :, 1] = np.inf
+    *_, dquery, dkey, dvalue = forward_and_gradients(query, key, value, dout, **options)
+    np.testing.assert_array_equal(dquery[:, 20:], clean[2][:, 20:])
+    np.testing.assert_array_equal(dkey[:, 20:], clean[3][:, 20:])
+    np.testing.assert_array_equal(dvalue[:, 20:], clean[4][:, 20:])
+    assert np.isnan(dkey[:, 0]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masked_poison(rng, implementation):
+    """Padding keys and values full of NaN, bias NaN where the mask hides."""
+    query, key, value = cases.qkv(rng, np.float32)
+    bias = cases.normal(rng, 1, N, 1, S)
+    mask = np.arange(S) < 40
+    dout = cases.normal(rng, B, T, N, V)
+    options = {"mask": mask, "implementation": implementation}
+    clean = forward_and_gradients(query, key, value, dout, bias=bias, **options)
+    key, value, bias = key.copy(), value.copy(), bias.copy()
+    key[:, 40:], value[:, 40:], bias[..., 40:] = np.nan, np.inf, np.nan
+    poisoned = forward_and_gradients(query, key, value, dout, bias=bias, **options)
+    for got, want in zip(poisoned, clean):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", FUSED_IMPLEMENTATIONS)
+def test_no_keys(rng, implementation):
+    query, key, value = cases.qkv(rng, np.float32, kv_len=0)
+    dout = cases.normal(rng, B, T, N, V)
+    out, logsumexp, *gradients = forward_and_gradients(
+        query, key, value, dout, implementation=implementation
+    )
+    assert out.shape == (B, T, N, V) and (out == 0).all()
+    assert np.isneginf(logsumexp).all()
+    assert [g.shape for g in gradients] == [x.shape for x in (query, key, value)]
+    assert (gradients[0] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", FUSED_IMPLEMENTATIONS)
+def test_no_queries(rng, implementation):
+    query, key, value = cases.qkv(rng, np.float32, q_len=0)
+    out, logsumexp, dquery, dkey, dvalue = forward_and_gradients(
+        *(query, key, value, np.zeros((B, 0, N, V), np.float32)),
+        implementation=implementation,
+    )
+    assert out.shape == (B, 0, N, V) and logsumexp.shape == (B, N, 0)
+    assert dquery.shape == query.shape
+    assert (dkey == 0).all() and (dvalue == 0).all()
+
+
+@pytest.mark.parametrize("implementation", FUSED_IMPLEMENTATIONS)
+def test_without_batch_dimension(rng, implementation):
+    query, key, value = cases.qkv(rng, np.float32)
+    options = {"is_causal": True, "return_logsumexp": True}
+    out, logsumexp = flash_attention(
+        query, key, value, **options, implementation=implementation
+    )
+    out1, logsumexp1 = flash_attention(
+        query[1], key[1], value[1], **options, implementation=implementation
+    )
+    assert out1.shape == (T, N, V) and logsumexp1.shape == (N, T)
+    np.testing.assert_allclose(out1, out[1], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(logsumexp1, logsumexp[1], rtol=1e-6)
+
+
+def test_without_batch_dimension_and_features(rng):
+    query, key, value = (x[0] for x in cases.qkv(rng, np.float32))
+    ids = cases.packed_ids(rng, T)[0], cases.packed_ids(rng, S)[0]
+    lengths = np.int32(30)
+    one = flash_attention(
+        *(query, key, value),
+        segment_ids=ids,
+        key_value_seq_lengths=lengths,
+        mask=cases.random_mask(rng, 1, S),
+    )
+    rng = np.random.default_rng(11)
+    query, key, value = (x[:1] for x in cases.qkv(rng, np.float32))
+    ids = cases.packed_ids(rng, T)[:1], cases.packed_ids(rng, S)[:1]
+    batched = flash_attention(
+        *(query, key, value),
+        segment_ids=ids,
+        key_value_seq_lengths=lengths[None],
+        mask=cases.random_mask(rng, 1, S),
+    )
+    np.testing.assert_array_equal(one, batched[0])
+
+
+@pytest.mark.parametrize("offset", [-9, 0, S - T])
+def test_traced_q_offset(rng, offset):
+    query, key, value = cases.qkv(rng, np.float32)
+
+    def attend(offset):
+        return flash_attention(query, key, value, is_causal=True, q_offset=offset)
+
+    np.testing.assert_allclose(
+        jax.jit(attend)(offset), attend(offset), rtol=1e-6, atol=1e-6
+    )
+    each = jax.vmap(attend)(jnp.array([offset, offset + 1]))
+    np.testing.assert_allclose(each[0], attend(offset), rtol=1e-6, atol=1e-6)
+
+
+def test_window_edges(rng):
+    """Values are one-hot in the key index: out shows the visible keys."""
+    length = 19
+    query = np.zeros((1, length, N, H), np.float32)
+    key = np.zeros((1, length, K, H), np.float32)
+    value = np.eye(length, dtype=np.float32)[None, :, None].repeat(K, 2)
+    i, j = np.ogrid[:length, :length]
+    for window, visible in {
+        (3, 2): (j >= i - 3) & (j <= i + 2),
+        (0, 0): i == j,
+        (0, length - 1): j >= i,
+        (1, None): j >= i - 1,
+        4: abs(i - j) <= 4,
+    }.items():
+        out = flash_attention(query, key, value, sliding_window=window)
+        np.testing.assert_array_equal(np.asarray(out[0, :, 1]) > 0, visible)
+
+
+def test_group_mapping(rng):
+    """Query head n uses key-value head n // (N // K)."""
+    query, key, value = cases.qkv(rng, np.float32)
+    grouped = flash_attention(query, key, value)
+    key, value = (x.repeat(N // K, axis=2) for x in (key, value))
+    np.testing.assert_allclose(
+        grouped, flash_attention(query, key, value), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_finite_minimum_is_an_ordinary_bias(rng):
+    query, key, value = cases.qkv(rng, np.float16)
+    bias = np.full((1, 1, T, S), np.finfo(np.float16).min, np.float16)
+    bias[..., 7] = 0
+    out, logsumexp = flash_attention(query, key, value, bias, return_logsumexp=True)
+    assert np.isfinite(np.asarray(logsumexp)).all()
+    # Key 7 takes everything.
+    want = value[:, 7].repeat(N // K, axis=1)[:, None].repeat(T, axis=1)
+    np.testing.assert_array_equal(np.asarray(out), want)
+
+
+@pytest.mark.parametrize(
+    "shape", [(B, N, T, S), (B, 1, T, S), (1, N, T, S), (1, 1, T, S), (N, 1, S), (T, S)]
+)
+def test_bias_gradient_has_its_shape_and_dtype(rng, shape):
+    query, key, value = cases.qkv(rng, cases.DTYPES["bfloat16"])
+    for dtype in (np.float32, cases.DTYPES["bfloat16"]):
+        bias = cases.normal(rng, *shape, dtype=dtype)
+        gradient = jax.grad(
+            lambda bias: (
+                flash_attention(query, key, value, bias).astype(jnp.float32).sum()
+            )
+        )(bias)
+        assert gradient.shape == shape and gradient.dtype == dtype
+
+
+class TestDropout:
+    RATE = 0.3
+
+    def attend(self, rng, key, implementation=None, **options):
+        query, k, value = cases.qkv(rng, np.float32)
+        return flash_attention(
+            *(query, k, value),
+            dropout_rate=self.RATE,
+            dropout_key=key,
+            implementation=implementation,
+            **options,
+        )
+
+    def kept(self, key, batch=B, q_len=T, kv_len=S):
+        """Which elements are kept, [batch, N, q_len, kv_len]."""
+        query = jnp.zeros((batch, q_len, N, H))
+        k = jnp.zeros((batch, kv_len, N, H))
+        value = jnp.broadcast_to(jnp.eye(kv_len)[:, None], (batch, kv_len, N, kv_len))
+        out = flash_attention(query, k, value, dropout_rate=self.RATE, dropout_key=key)
+        return np.asarray(jnp.swapaxes(out, 1, 2))
+
+    def test_rate_and_rescaling(self):
+        weights = self.kept(jax.random.key(3))
+        kept = weights > 0
+        assert abs(kept.mean() - (1 - self.RATE)) < 5 * (0.21 / kept.size) ** 0.5
+        np.testing.assert_allclose(weights[kept], 1 / (S * (1 - self.RATE)), rtol=1e-5)
+
+    def test_a_bit_depends_only_on_key_and_indices(self):
+        weights = self.kept(jax.random.key(3)) > 0
+        fewer = self.kept(jax.random.key(3), batch=1, q_len=11, kv_len=30) > 0
+        np.testing.assert_array_equal(weights[:1, :, :11, :30], fewer)
+        assert (weights[0, 0] != weights[0, 1]).any()
+        assert (weights[0, 0] != weights[1, 0]).any()
+        assert (weights != (self.kept(jax.random.key(4)) > 0)).any()
+
+    def test_kinds_of_keys(self, rng):
+        typed = self.attend(np.random.default_rng(1), jax.random.key(5))
+        raw = self.attend(np.random.default_rng(1), jax.random.PRNGKey(5))
+        np.testing.assert_array_equal(typed, raw)
+        self.attend(rng, jax.random.key(5, impl="rbg"))
+
+    def test_implementations_and_jit_agree(self):
+        key = jax.random.key(6)
+        one = self.attend(np.random.default_rng(1), key)
+        other = self.attend(np.random.default_rng(1), key, "xla")
+        jitted = jax.jit(lambda key: self.attend(np.random.default_rng(1), key))(key)
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(one, jitted, rtol=1e-6, atol=1e-6)
+
+    def test_backward_uses_the_same_bits(self, rng):
+        query, key, value = cases.qkv(rng, np.float32)
+
+        def loss(implementation):
+            def f(*qkv):
+                out = flash_attention(
+                    *qkv,
+                    dropout_rate=self.RATE,
+                    dropout_key=jax.random.key(8),
+                    implementation=implementation,
+                )
+                return jnp.sum(jnp.sin(out))
+
+            return jax.grad(f, argnums=(0, 1, 2))(query, key, value)
+
+        for ours, plain in zip(loss(None), loss("xla")):
+            np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
+
+    def test_threefry_known_answer(self):
+        # The third test vector of the Random123 distribution for threefry2x32_R20.
+        from jax_flash_metal.reference import threefry2x32
+
+        arguments = (0x13198A2E, 0x03707344, 0x243F6A88, 0x85A308D3)
+        words = threefry2x32(*(jnp.uint32(x) for x in arguments))
+        assert [int(w) for w in words] == [0xC4923A9C, 0x483DF7A0]
