@@ -23,7 +23,7 @@ build: setup ## the native library, in the source tree
 	@$(PY) -m plugin.build
 
 check-kernels: setup ## the strict front end and the race checker over every kernel
-	@$(PY) -m plugin.device.software.frontend
+	@$(PYTEST) tests/checker
 
 lint: setup ## ruff and mypy
 	@$(PY) -m ruff check $(SOURCES)
@@ -34,10 +34,10 @@ format: setup ## let ruff put the sources in order
 	@$(PY) -m ruff check --fix $(SOURCES)
 	@$(PY) -m ruff format $(SOURCES)
 
-test: lint build check-kernels ## lint, build, kernel checks and the tests
+test: lint build ## lint, build and the tests, those of check-kernels among them
 	@$(PYTEST) -m "not slow"
 
-test-all: lint build check-kernels ## every test, the slow ones too, and every corner of JAX versions
+test-all: lint build ## every test, the slow ones too, and every corner of JAX versions
 	@$(PYTEST)
 	@$(PY) tools/environments.py corners -n auto -m "not slow"
 
@@ -50,6 +50,7 @@ wheels: setup ## wheels for Linux x86-64 and aarch64, in dist/
 
 demo: build ## train a small transformer, then compare memory
 	@$(PY) examples/train_gpt.py
+	@$(PY) examples/compare_memory.py
 
 clean: ## remove what was built; the environments stay
 	rm -rf build dist jax_flash_metal/_native

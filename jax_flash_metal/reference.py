@@ -25,8 +25,8 @@ key-value head, h head_dim, `...` batch dimensions, each full or 1.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,14 @@ from jax import lax
 from jax_flash_metal.config import AttentionConfig, AttentionOperands
 
 Array = jax.Array
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _jit(function: _Function) -> _Function:
+    """Compiled as a whole also outside a program, where it would be 100 dispatches."""
+    return cast(_Function, jax.jit(function, static_argnames="config"))
 
 
 class Gradients(NamedTuple):
@@ -48,8 +56,7 @@ class Gradients(NamedTuple):
     alibi_slopes: Array | None = None
 
 
-# jit: outside a program the unfused definition would be some hundred dispatches.
-@functools.partial(jax.jit, static_argnames="config")
+@_jit
 def attention(
     operands: AttentionOperands, config: AttentionConfig
 ) -> tuple[Array, Array]:
@@ -66,7 +73,7 @@ def attention(
     )
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@_jit
 def attention_backward(
     operands: AttentionOperands,
     out: Array,

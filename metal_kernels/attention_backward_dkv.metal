@@ -82,9 +82,9 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 
     for (int first_query = first_block; first_query < params.q_len; first_query += BLOCK_Q) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tiles are used up
-      load_tile<T, BLOCK_Q, HEAD_DIM, kThreads>(
+      load_tile<T, BLOCK_Q, HEAD_DIM, kThreads, true>(
           query_tile, q, params.query.row, first_query, params.q_len, head_dim, thread_index);
-      load_tile<T, BLOCK_Q, HEAD_DIM, kThreads>(
+      load_tile<T, BLOCK_Q, HEAD_DIM, kThreads, true>(
           dout_tile, go, params.dout.row, first_query, params.q_len, value_head_dim, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
 

@@ -75,7 +75,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
   for (int first_key = 0; first_key < end_key; first_key += BLOCK_KV) {
     // dP = dO Vᵀ
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last K tile is used up
-    load_tile<T, BLOCK_KV, HEAD_DIM, kThreads>(
+    load_tile<T, BLOCK_KV, HEAD_DIM, kThreads, true>(
         tile, value, params.value.row, first_key, params.kv_len, value_head_dim, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     Fragment dp[kKeyFragments];
@@ -98,7 +98,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 
     // S = Q Kᵀ
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the V tile is used up
-    load_tile<T, BLOCK_KV, HEAD_DIM, kThreads>(
+    load_tile<T, BLOCK_KV, HEAD_DIM, kThreads, true>(
         tile, key, params.key.row, first_key, params.kv_len, head_dim, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     Fragment s[kKeyFragments];

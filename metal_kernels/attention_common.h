@@ -161,9 +161,9 @@ METAL_FUNC constexpr int tile_row_stride() {
 }
 
 // All threads of a threadgroup copy rows [first_row, first_row + ROWS) of a matrix into a
-// tile: 0 outside num_rows x num_cols (columns up to a multiple of 8) and 0 in place of
-// NaN and inf. Returns whether this thread met one of the latter.
-template <typename T, int ROWS, int HEAD_DIM, int NUM_THREADS>
+// tile, 0 outside num_rows x num_cols (columns up to a multiple of 8). SANITIZE puts 0 in
+// place of NaN and inf, too, and lets the result say whether this thread met one.
+template <typename T, int ROWS, int HEAD_DIM, int NUM_THREADS, bool SANITIZE>
 METAL_FUNC bool load_tile(
     threadgroup T* tile, device const T* source, long row_stride, int first_row, int num_rows,
     int num_cols, uint thread_index) {
@@ -176,7 +176,7 @@ METAL_FUNC bool load_tile(
     T x = T(0.0f);
     if (first_row + row < num_rows && col < num_cols) {
       x = source[(first_row + row) * row_stride + col];
-      if (!is_finite_value(float(x))) {
+      if (SANITIZE && !is_finite_value(float(x))) {
         x = T(0.0f);
         found = true;
       }

@@ -70,7 +70,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
   for (int first_key = 0; first_key < end_key; first_key += BLOCK_KV) {
     // S = Q Kᵀ
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last V tile is used up
-    load_tile<T, BLOCK_KV, HEAD_DIM, kThreads>(
+    load_tile<T, BLOCK_KV, HEAD_DIM, kThreads, false>(  // scores must show a NaN
         tile, key, params.key.row, first_key, params.kv_len, head_dim, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     Fragment s[kKeyFragments];
@@ -119,7 +119,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 
     // O += P V
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the K tile is used up
-    const bool found = load_tile<T, BLOCK_KV, HEAD_DIM, kThreads>(
+    const bool found = load_tile<T, BLOCK_KV, HEAD_DIM, kThreads, true>(
         tile, value, params.value.row, first_key, params.kv_len, value_head_dim, thread_index);
     const bool found_any = simd_any(found);
     if (lane == 0) found_nonfinite[simdgroup] = found_any ? 1 : 0;

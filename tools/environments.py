@@ -28,35 +28,42 @@ CORNERS = {  # name: (Python, pins); the oldest that works, the usual, the newes
 INDEPENDENT_OF_JAX = ("tests/checker", "tests/kernels", "tests/packaging")
 
 
-def build_requirements() -> list[str]:
-    """What pyproject.toml asks for to build: --no-build-isolation wants it first."""
+def requirements() -> list[str]:
+    """What pyproject.toml asks for: to build, to run, to test and for the examples."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         pip(sys.executable, "tomli>=2")
         import tomli as tomllib
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    requires: list[str] = project["build-system"]["requires"]
-    return requires
+    text = (ROOT / "pyproject.toml").read_text()
+    settings = tomllib.loads(text)
+    project = settings["project"]
+    extras = project["optional-dependencies"]
+    return [
+        *settings["build-system"]["requires"],
+        *project["dependencies"],
+        *extras["test"],
+        *extras["examples"],
+    ]
 
 
 def pip(python: str, *arguments: str) -> None:
-    """Runs `pip install`, quiet unless it fails."""
-    options = ("-qq", "--disable-pip-version-check", "--no-input")  # errors only
+    """Runs `pip install`, which says nothing but errors."""
+    options = ("-qq", "--disable-pip-version-check", "--no-input", "--prefer-binary")
     command = [python, "-m", "pip", "install", *options, *arguments]
     subprocess.run(command, check=True, cwd=ROOT)
 
 
 def install(python: str, pins: Sequence[str] = ()) -> None:
-    """Installs the build requirements and the project, editable, with its extras."""
+    """Installs all requirements, then the project, editable; builds its library."""
     stamp = Path(python).parent.parent / "jax-flash-metal.stamp"
     project = (ROOT / "pyproject.toml").read_bytes()
     wanted = hashlib.sha256(project + repr((str(ROOT), pins)).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"installing into {stamp.parent.name}: takes a minute or two", flush=True)
-    pip(python, *build_requirements())
-    pip(python, "--no-build-isolation", "-e", ".[test,examples]", *pins)
+    pip(python, *requirements(), *pins)
+    pip(python, "--no-build-isolation", "--no-deps", "-e", ".")
     stamp.write_text(wanted)
 
 

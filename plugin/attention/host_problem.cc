@@ -58,9 +58,12 @@ std::vector<Dimension> Dimensions(const TensorSpec& spec, const AttentionProblem
 // The tensor's strides must not leave its memory, and a result cannot be shared (stride 0).
 Status CheckTensor(const TensorSpec& spec, const AttentionProblem& problem,
                    const HostMemory& memory, bool is_result) {
+  const std::vector<Dimension> dimensions = Dimensions(spec, problem);
+  for (const Dimension& dimension : dimensions) {
+    if (dimension.size == 0) return {};  // no element is ever touched, strides may be 0
+  }
   int64_t num_elements = spec.is_statistic() ? 1 : problem.*spec.width;
-  for (const Dimension& dimension : Dimensions(spec, problem)) {
-    if (dimension.size == 0) return {};  // no element is ever touched
+  for (const Dimension& dimension : dimensions) {
     const int64_t min_stride = is_result && dimension.size > 1 ? 1 : 0;
     if (dimension.stride < min_stride) {
       return InvalidArgument(dimension.name + " of " + spec.name + " must be at least " +

@@ -11,7 +11,7 @@ from tests.support.reference_f64 import Forward, Gradients
 
 def attention(query, key, value, *, scale, is_causal=False, q_offset=0) -> Forward:
     dtype = query.dtype
-    probs, logsumexp = _probs(query, key, scale, is_causal, q_offset)
+    probs, logsumexp = _probs(_scores(query, key, scale, is_causal, q_offset), dtype)
     out = _product("...kgts,...skh->...tkgh", probs, value, dtype)
     return Forward(_merge_groups(out), logsumexp.reshape(*_heads_shape(logsumexp)))
 
@@ -19,16 +19,22 @@ def attention(query, key, value, *, scale, is_causal=False, q_offset=0) -> Forwa
 def attention_gradients(
     query, key, value, dout, dlogsumexp, *, scale, is_causal=False, q_offset=0
 ) -> Gradients:
+    """The contract's formulas: p = exp(x - lse), delta = rowsum(dout * out) - dlse."""
     dtype = query.dtype
     num_kv_heads = key.shape[-2]
     round_ = _rounder(dtype)
-    probs, _ = _probs(query, key, scale, is_causal, q_offset)
+    x = _scores(query, key, scale, is_causal, q_offset)
+    probs, logsumexp = _probs(x, dtype)
+    out = _product("...kgts,...skh->...tkgh", probs, value, dtype)
+    shift = np.where(np.isneginf(logsumexp), np.float32(0), logsumexp)
+    probs = round_(np.exp(x - shift[..., None]))
     q, do = _split_groups(query, num_kv_heads), _split_groups(dout, num_kv_heads)
     dlse = dlogsumexp.reshape(
         *dlogsumexp.shape[:-2], num_kv_heads, -1, dlogsumexp.shape[-1]
     )
     dp = _product("...tkgh,...skh->...kgts", do, value, dtype)
-    delta = round_((probs * dp).sum(-1)) - dlse
+    product = round_(do.astype(np.float32) * out)
+    delta = round_(np.moveaxis(product.sum(-1), -3, -1)) - dlse
     ds = round_(probs * round_(dp - delta[..., None]))
     ds = round_(ds * np.float32(scale))
     batch = ds.shape[:-4]
@@ -42,16 +48,21 @@ def attention_gradients(
     return Gradients(*full, dbias=None, dsinks=None)
 
 
-def _probs(query, key, scale, is_causal, q_offset):
-    """probs [..., kv heads, groups, q_len, kv_len] and logsumexp, float32 arrays."""
-    dtype = query.dtype
-    round_ = _rounder(dtype)
+def _scores(query, key, scale, is_causal, q_offset):
+    """[..., kv heads, groups, q_len, kv_len], float32 arrays of rounded values."""
+    round_ = _rounder(query.dtype)
     q = _split_groups(query, key.shape[-2])
-    x = _product("...tkgh,...skh->...kgts", q, key, dtype)
+    x = _product("...tkgh,...skh->...kgts", q, key, query.dtype)
     x = round_(x * np.float32(scale))
     if is_causal:
         row, column = np.ogrid[: x.shape[-2], : x.shape[-1]]
         x = np.where(column <= row + q_offset, x, np.float32(-np.inf))
+    return x
+
+
+def _probs(x, dtype):
+    """probs like x, and logsumexp."""
+    round_ = _rounder(dtype)
     largest = x.max(-1, keepdims=True, initial=-np.inf)
     shift = np.where(np.isneginf(largest), np.float32(0), largest)
     e = round_(np.exp(round_(x - shift)))

@@ -18,6 +18,7 @@ def assert_matches(
     dtype,
     context,
     tolerance=tolerances.STANDARD,
+    size=1.0,
 ):
     """Fails with a report when `actual` is not as good as it must be.
 
@@ -30,6 +31,8 @@ def assert_matches(
       dtype: the input dtype.
       context: case id and seed, printed in the report.
       tolerance: a ToleranceClass.
+      size: multiplies atol, and is the least size of the floor; see
+        tolerances.score_gradient_size.
     """
     dtype = np.dtype(dtype)
     actual_dtype = tolerances.FLOAT32 if kind == tolerances.LOGSUMEXP else dtype
@@ -46,7 +49,7 @@ def assert_matches(
 
     atol, rtol = tolerances.CEILING[dtype][kind]
     finite = np.where(np.isfinite(expected), expected, 0)
-    allowed = tolerance.ceiling_factor * (atol + rtol * np.abs(finite))
+    allowed = tolerance.ceiling_factor * (size * atol + rtol * np.abs(finite))
     within = error <= allowed
 
     limit = np.inf
@@ -54,7 +57,8 @@ def assert_matches(
     if baseline is not None:
         baseline_error = _error(baseline.astype(np.float64), expected).max()
         factor = tolerances.BASELINE_FACTOR[kind]
-        limit = factor * baseline_error + tolerances.BASELINE_FLOOR[dtype]
+        floor = tolerances.BASELINE_FLOOR[dtype] * max(size, np.abs(finite).max())
+        limit = factor * baseline_error + floor
 
     broken = []
     if not within.all():

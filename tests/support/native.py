@@ -182,7 +182,7 @@ def make_problem(
 def make_tensor(name: str, array: np.ndarray, batch: tuple[int, ...]) -> Tensor:
     """Describes the array's memory as it is; size-1 batch dimensions become shared."""
     is_statistic = name in STATISTICS
-    if not is_statistic and array.shape[-1] > 1:
+    if not is_statistic and array.size and array.shape[-1] > 1:
         assert array.strides[-1] == array.itemsize, f"{name}: last dimension not dense"
     strides = [stride // array.itemsize for stride in array.strides]
     own_batch = _batch(name, array)

@@ -6,6 +6,7 @@ import jax. Expects inputs that are already rounded to the dtype under test, and
 Memory stays bounded: query rows are worked on in chunks.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import numpy as np
 
 # Score elements held at once, per float64 temporary (8 MiB).
 _CHUNK_ELEMENTS = 1 << 20
+
+_einsum = functools.partial(np.einsum, optimize=True)  # through BLAS
 
 
 class Forward(NamedTuple):
@@ -38,7 +41,7 @@ def attention(query, key, value, **options) -> Forward:
     for index, head, rows in problem.chunks():
         chunk = problem.probs(index, head, rows)
         heads = problem.query_heads(head)
-        out[(*index, rows, heads)] = np.einsum(
+        out[(*index, rows, heads)] = _einsum(
             "gts,sh->tgh", chunk.probs, problem.value[(*index, slice(None), head)]
         )
         logsumexp[(*index, heads, rows)] = chunk.logsumexp
@@ -77,19 +80,19 @@ def attention_gradients(
             *(x[whole] for x in (problem.key, problem.value)),
         )
         do = dout[(*index, rows, heads)]
-        out = np.einsum("gts,sh->tgh", chunk.probs, v)
-        delta = np.einsum("tgh,tgh->gt", do, out) - dlogsumexp[(*index, heads, rows)]
+        out = _einsum("gts,sh->tgh", chunk.probs, v)
+        delta = _einsum("tgh,tgh->gt", do, out) - dlogsumexp[(*index, heads, rows)]
         # 0 * inf of a row without keys would be NaN; such a row has no gradient.
         delta = np.where(np.isneginf(chunk.logsumexp), 0, delta)
-        dp = np.einsum("tgh,sh->gts", do, v)
+        dp = _einsum("tgh,sh->gts", do, v)
         ds = chunk.probs * (dp - delta[..., None]) * chunk.softcap_slope
-        dquery[(*index, rows, heads)] = problem.scale * np.einsum("gts,sh->tgh", ds, k)
-        dkey[whole] += problem.scale * np.einsum("gts,tgh->sh", ds, q)
-        dvalue[whole] += np.einsum("gts,tgh->sh", chunk.probs, do)
+        dquery[(*index, rows, heads)] = problem.scale * _einsum("gts,sh->tgh", ds, k)
+        dkey[whole] += problem.scale * _einsum("gts,tgh->sh", ds, q)
+        dvalue[whole] += _einsum("gts,tgh->sh", chunk.probs, do)
         if dbias is not None:
             dbias[(*index, heads, rows)] += ds
         if dsinks is not None:
-            dsinks[heads] -= np.einsum("gt,gt->g", chunk.sink_probs, delta)
+            dsinks[heads] -= _einsum("gt,gt->g", chunk.sink_probs, delta)
     if dbias is not None:
         dbias = _sum_to_shape(dbias, problem.bias_shape)
     return Gradients(dquery, dkey, dvalue, dbias, dsinks)
@@ -218,7 +221,7 @@ class _Problem:
         position = np.arange(rows.start, rows.stop)[:, None] + self.q_offset
         distance = position - np.arange(self.kv_len)  # > 0: the key is in the past
 
-        x = self.scale * np.einsum("tgh,sh->gts", q, k)
+        x = self.scale * _einsum("tgh,sh->gts", q, k)
         visible = np.broadcast_to(self._visible(index, rows, distance), x.shape)
         if self.bias is not None:
             bias = self.bias[(*index, heads, rows)]

@@ -47,7 +47,9 @@ def compile_flags(flavour: str, machine: str) -> list[str]:
         *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc"),
         *("-target", f"{machine}-linux-gnu", "-fPIC", "-fvisibility=hidden"),
         "-Xclang",
-        "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64",
+        # The generic address space is on by default for x86-64 only.
+        "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64,"
+        "+__opencl_c_generic_address_space",
         *("-cl-single-precision-constant", "-ffp-contract=off"),
         *("-include", str(SHIM)),
         *("-Wno-unknown-attributes", "-Wno-unused-value"),

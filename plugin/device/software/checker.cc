@@ -1,0 +1,412 @@
+#ifdef JFM_CHECKER
+
+#include "plugin/device/software/checker.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "plugin/device/software/checker_api.h"
+
+// Where the linker put this library, which is also where the kernels' constants are.
+extern "C" const char __ehdr_start[] __attribute__((visibility("hidden")));
+extern "C" const char _end[] __attribute__((visibility("hidden")));
+
+namespace jfm {
+namespace {
+
+constexpr size_t kArenaBytes = 2 * kMaxThreadgroupBytes;  // red zones included
+constexpr uint32_t kMemDevice = 1;       // metal::mem_flags
+constexpr uint32_t kMemThreadgroup = 2;  // metal::mem_flags
+
+std::string Position(Size3 p) {
+  return "(" + std::to_string(p.x) + ", " + std::to_string(p.y) + ", " + std::to_string(p.z) + ")";
+}
+
+std::string Lanes(const Accessors& accessors) {
+  if (accessors.lane != Accessors::kManyLanes) {
+    return "thread " + std::to_string(accessors.lane);
+  }
+  if (accessors.simdgroup != Accessors::kManyLanes) {
+    return "several threads of simdgroup " + std::to_string(accessors.simdgroup);
+  }
+  return "threads of several simdgroups";
+}
+
+size_t CopyText(const std::string& from, char* to, size_t size) {
+  if (size > 0) {
+    const size_t length = std::min(from.size(), size - 1);
+    std::memcpy(to, from.data(), length);
+    to[length] = '\0';
+  }
+  return from.size();
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- buffers
+
+CheckedBuffer::CheckedBuffer(void* host, size_t size_bytes)
+    : host_(static_cast<char*>(host)), size_bytes_(size_bytes) {
+  // The data ends at a page, so that its end and the red zone's start are one address.
+  constexpr size_t kPage = 4096;
+  const size_t rounded = (size_bytes + kPage - 1) / kPage * kPage;
+  mapped_bytes_ = rounded + 2 * kRedZone;
+  void* mapped = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return;
+  mapped_ = static_cast<char*>(mapped);
+  data_ = mapped_ + kRedZone + (rounded - size_bytes) / 64 * 64;
+  // NaN, so that a wrong read shows in the result as well.
+  std::memset(data_ - kPage, 0xFF, size_bytes + 2 * kPage);
+  shadow_.resize((size_bytes + kGranule - 1) / kGranule);
+}
+
+CheckedBuffer::~CheckedBuffer() {
+  if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
+}
+
+bool CheckedBuffer::Contains(uintptr_t address) const {
+  const uintptr_t start = reinterpret_cast<uintptr_t>(mapped_);
+  return address >= start && address < start + mapped_bytes_;
+}
+
+void CheckedBuffer::CopyIn() {
+  if (host_ == nullptr || is_copied_in_ || size_bytes_ == 0) return;
+  std::memcpy(data_, host_, size_bytes_);
+  const bool is_initialized = !Checker::Get().TakeUninitialized(host_, size_bytes_);
+  Shadow fresh;
+  fresh.is_initialized = is_initialized;
+  std::fill(shadow_.begin(), shadow_.end(), fresh);
+  is_copied_in_ = true;
+}
+
+void CheckedBuffer::CopyBack() {
+  if (!is_copied_in_) return;
+  is_copied_in_ = false;
+  for (size_t i = 0; i < shadow_.size(); ++i) {
+    if (shadow_[i].writer.epoch == 0) continue;
+    const size_t offset = i * kGranule;
+    std::memcpy(host_ + offset, data_ + offset, std::min(kGranule, size_bytes_ - offset));
+  }
+}
+
+// ---------------------------------------------------------------- dispatches, threadgroups
+
+Checker& Checker::Get() {
+  static Checker& checker = *new Checker;
+  return checker;
+}
+
+void Checker::StartDispatch(const std::vector<BufferBinding>& bindings,
+                            const KernelLaunch& launch) {
+  kernel_ = launch.kernel->host_name;
+  bound_.clear();
+  for (const BufferBinding& b : bindings) {
+    auto* buffer = const_cast<CheckedBuffer*>(static_cast<const CheckedBuffer*>(b.buffer));
+    buffer->CopyIn();
+    bound_.push_back({b.index, buffer});
+  }
+  device_clock_.dispatch_start = ++device_clock_.now;
+  statistics_ = &kernel_statistics_[kernel_];
+  ++statistics_->dispatches;
+}
+
+void Checker::AddConstants(const void* data, size_t size_bytes) {
+  constants_.push_back({reinterpret_cast<uintptr_t>(data), size_bytes});
+}
+
+void Checker::CopyBack(const std::vector<BufferBinding>& bindings) {
+  for (const BufferBinding& b : bindings) {
+    const_cast<CheckedBuffer*>(static_cast<const CheckedBuffer*>(b.buffer))->CopyBack();
+  }
+  bound_.clear();
+  constants_.clear();
+}
+
+void Checker::StartThreadgroup(ThreadgroupRunner& runner) {
+  runner_ = &runner;
+  arrays_.clear();
+  threadgroup_shadow_.resize(kArenaBytes);
+  // Threadgroup memory is new: nothing before counts.
+  threadgroup_clock_.threadgroup_start = ++threadgroup_clock_.now;
+  threadgroup_clock_.dispatch_start = threadgroup_clock_.threadgroup_start;
+  device_clock_.threadgroup_start = ++device_clock_.now;
+  ++statistics_->threadgroups;
+}
+
+void Checker::EndThreadgroup(const ThreadgroupRunner& runner) {
+  uint64_t& bytes = statistics_->threadgroup_bytes;
+  bytes = std::max<uint64_t>(bytes, runner.threadgroup_bytes());
+  runner_ = nullptr;
+}
+
+void Checker::AddThreadgroupArray(const char* start, size_t size_bytes, const char* name) {
+  arrays_.push_back({reinterpret_cast<uintptr_t>(start), size_bytes, name});
+}
+
+void Checker::ThreadgroupBarrier(uint32_t flags) {
+  if (flags & kMemThreadgroup) ++threadgroup_clock_.now;
+  if (flags & kMemDevice) ++device_clock_.now;
+}
+
+void Checker::SimdgroupBarrier(uint32_t simdgroup, uint32_t flags) {
+  if (flags & kMemThreadgroup) ++threadgroup_clock_.simdgroups[simdgroup];
+  if (flags & kMemDevice) ++device_clock_.simdgroups[simdgroup];
+}
+
+// ---------------------------------------------------------------- accesses
+
+void Checker::Access(const void* pointer, size_t size, bool is_write, const void* place) {
+  if (runner_ == nullptr || size == 0) return;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+  const uintptr_t arena = reinterpret_cast<uintptr_t>(runner_->threadgroup_memory());
+  if (address >= arena && address < arena + kArenaBytes) {
+    ++statistics_->accesses;
+    return AccessThreadgroup(address, size, is_write, place);
+  }
+  // Buffer addresses and function constants.
+  const uintptr_t launch = reinterpret_cast<uintptr_t>(&runner_->launch());
+  const bool is_argument = address >= launch && address < launch + sizeof(KernelLaunch);
+  if (is_argument || runner_->IsPrivate(pointer)) return;
+  ++statistics_->accesses;
+  for (const Bound& bound : bound_) {
+    if (bound.buffer->Contains(address)) return AccessDevice(bound, address, size, is_write, place);
+  }
+  for (const Range& range : constants_) {
+    if (address < range.start || address >= range.start + range.size_bytes) continue;
+    if (is_write) return Report("write to constant memory", "constant", place, nullptr);
+    if (address + size > range.start + range.size_bytes) {
+      Report("read out of bounds", "constant", place, nullptr);
+    }
+    return;
+  }
+  if (!is_write && IsOwnImage(address)) return;
+  Report(is_write ? "wild write" : "wild read", "no buffer that is bound", place, nullptr);
+}
+
+void Checker::AccessThreadgroup(uintptr_t address, size_t size, bool is_write, const void* place) {
+  const auto array =
+      std::find_if(arrays_.begin(), arrays_.end(), [address](const ThreadgroupArray& a) {
+        return address >= a.start && address < a.start + a.size_bytes;
+      });
+  if (array == arrays_.end() || address + size > array->start + array->size_bytes) {
+    const std::string where = array == arrays_.end() ? "threadgroup memory" : array->name;
+    return Report(is_write ? "write out of bounds" : "read out of bounds", where, place, nullptr);
+  }
+  const size_t first = address - reinterpret_cast<uintptr_t>(runner_->threadgroup_memory());
+  for (size_t i = first; i < first + size; ++i) {
+    Shadow& shadow = threadgroup_shadow_[i];
+    // Only this threadgroup's writes count.
+    shadow.is_initialized = shadow.writer.epoch >= threadgroup_clock_.threadgroup_start;
+    const Shadow before = shadow;
+    if (const char* fault = Check(shadow, threadgroup_clock_, is_write)) {
+      const std::string offset = std::to_string(address - array->start);
+      return Report(fault, array->name + " + " + offset, place, &before);
+    }
+  }
+}
+
+void Checker::AccessDevice(const Bound& bound, uintptr_t address, size_t size, bool is_write,
+                           const void* place) {
+  const int64_t offset = static_cast<int64_t>(address - reinterpret_cast<uintptr_t>(bound.buffer->data()));
+  const std::string where =
+      "buffer(" + std::to_string(bound.index) + ") + " + std::to_string(offset);
+  if (offset < 0 || offset + size > bound.buffer->size_bytes()) {
+    return Report(is_write ? "write out of bounds" : "read out of bounds", where, place, nullptr);
+  }
+  const size_t last = (offset + size - 1) / CheckedBuffer::kGranule;
+  for (size_t i = offset / CheckedBuffer::kGranule; i <= last; ++i) {
+    Shadow& shadow = bound.buffer->shadow()[i];
+    const Shadow before = shadow;
+    if (const char* fault = Check(shadow, device_clock_, is_write)) {
+      return Report(fault, where, place, &before);
+    }
+  }
+}
+
+const char* Checker::Check(Shadow& shadow, const Clock& clock, bool is_write) const {
+  if (IsRace(shadow.writer, clock)) return is_write ? "race: two writes" : "race: read after write";
+  if (!is_write) {
+    if (!shadow.is_initialized) return "uninitialized read";
+    if (shadow.first_read < clock.dispatch_start) shadow.first_read = clock.now;
+    Record(shadow.readers, clock);
+    return nullptr;
+  }
+  // Another threadgroup of this dispatch may have read it before the latest reader did.
+  const bool is_read_elsewhere =
+      shadow.first_read >= clock.dispatch_start && shadow.first_read < clock.threadgroup_start;
+  if (is_read_elsewhere || IsRace(shadow.readers, clock)) return "race: write after read";
+  shadow.writer = Accessors();
+  Record(shadow.writer, clock);
+  shadow.is_initialized = true;
+  return nullptr;
+}
+
+bool Checker::IsRace(const Accessors& earlier, const Clock& clock) const {
+  if (earlier.epoch < clock.dispatch_start) return false;
+  if (earlier.epoch < clock.threadgroup_start) return true;  // of another threadgroup
+  if (earlier.epoch < clock.now) return false;               // a barrier lies between
+  const uint32_t thread = runner_->current_thread();
+  if (earlier.lane == thread) return false;
+  const bool is_same_simdgroup = earlier.simdgroup == thread / kSimdWidth;
+  return !is_same_simdgroup ||
+         earlier.simdgroup_epoch == clock.simdgroups[thread / kSimdWidth];
+}
+
+void Checker::Record(Accessors& accessors, const Clock& clock) const {
+  const auto thread = static_cast<uint16_t>(runner_->current_thread());
+  const auto simdgroup = static_cast<uint16_t>(thread / kSimdWidth);
+  const Epoch simdgroup_epoch = clock.simdgroups[simdgroup];
+  if (accessors.epoch != clock.now) {
+    accessors = {clock.now, simdgroup_epoch, thread, simdgroup};
+    return;
+  }
+  if (accessors.lane != thread) accessors.lane = Accessors::kManyLanes;
+  if (accessors.simdgroup != simdgroup) accessors.simdgroup = Accessors::kManyLanes;
+  accessors.simdgroup_epoch = simdgroup_epoch;
+}
+
+bool Checker::IsOwnImage(uintptr_t address) {
+  return address >= reinterpret_cast<uintptr_t>(__ehdr_start) &&
+         address < reinterpret_cast<uintptr_t>(_end);
+}
+
+// ---------------------------------------------------------------- reports
+
+void Checker::Report(const std::string& kind, const std::string& where, const void* place,
+                     const Shadow* shadow) {
+  if (!reported_.insert({kind, place}).second) return;
+  char offset[32];
+  // -1: the call, not the instruction after it.
+  std::snprintf(offset, sizeof(offset), "0x%zx",
+                reinterpret_cast<uintptr_t>(place) - 1 - reinterpret_cast<uintptr_t>(__ehdr_start));
+  std::string details = "threadgroup " + Position(runner_->position()) + ", thread " +
+                        std::to_string(runner_->current_thread());
+  if (shadow != nullptr && shadow->writer.epoch != 0) {
+    details += ", last written by " + Lanes(shadow->writer);
+  }
+  if (shadow != nullptr && shadow->readers.epoch != 0) {
+    details += ", last read by " + Lanes(shadow->readers);
+  }
+  reports_ += kind + "\t" + kernel_ + "\t" + where + "\t" + offset + "\t" + details + "\n";
+}
+
+void Checker::SetLaneOrder(LaneOrder order, uint32_t seed) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  lane_order_ = order;
+  seed_ = seed;
+}
+
+std::string Checker::Reports() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return reports_;
+}
+
+std::string Checker::Statistics() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::string text;
+  for (const auto& [kernel, s] : kernel_statistics_) {
+    text += kernel;
+    for (uint64_t value : {s.dispatches, s.threadgroups, s.threadgroup_bytes, s.switches,
+                           s.products, s.accesses}) {
+      text += "\t" + std::to_string(value);
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+void Checker::Clear() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  reports_.clear();
+  reported_.clear();
+  kernel_statistics_.clear();
+}
+
+void Checker::MarkUninitialized(const void* data, size_t size_bytes) {
+  std::lock_guard<std::mutex> lock(settings_mutex_);
+  uninitialized_.push_back({reinterpret_cast<uintptr_t>(data), size_bytes});
+}
+
+bool Checker::TakeUninitialized(const void* data, size_t size_bytes) {
+  std::lock_guard<std::mutex> lock(settings_mutex_);
+  const auto found = std::find_if(
+      uninitialized_.begin(), uninitialized_.end(), [=](const Range& range) {
+        return range.start == reinterpret_cast<uintptr_t>(data) && range.size_bytes == size_bytes;
+      });
+  if (found == uninitialized_.end()) return false;
+  uninitialized_.erase(found);
+  return true;
+}
+
+}  // namespace jfm
+
+using jfm::Checker;
+
+extern "C" {
+
+void jfm_software_set_lane_order(int order, uint32_t seed) {
+  Checker::Get().SetLaneOrder(static_cast<jfm::LaneOrder>(order), seed);
+}
+size_t jfm_software_reports(char* text, size_t size) {
+  return jfm::CopyText(Checker::Get().Reports(), text, size);
+}
+size_t jfm_software_statistics(char* text, size_t size) {
+  return jfm::CopyText(Checker::Get().Statistics(), text, size);
+}
+void jfm_software_clear() { Checker::Get().Clear(); }
+void jfm_software_mark_uninitialized(const void* data, size_t size_bytes) {
+  Checker::Get().MarkUninitialized(data, size_bytes);
+}
+
+// The calls that -fsanitize=thread puts into kernels.
+#define JFM_ACCESS(size)                                                      \
+  void __tsan_read##size(void* p) {                                           \
+    Checker::Get().Access(p, size, false, __builtin_return_address(0));       \
+  }                                                                           \
+  void __tsan_write##size(void* p) {                                          \
+    Checker::Get().Access(p, size, true, __builtin_return_address(0));        \
+  }                                                                           \
+  void __tsan_unaligned_read##size(void* p) {                                 \
+    Checker::Get().Access(p, size, false, __builtin_return_address(0));       \
+  }                                                                           \
+  void __tsan_unaligned_write##size(void* p) {                                \
+    Checker::Get().Access(p, size, true, __builtin_return_address(0));        \
+  }                                                                           \
+  void __tsan_read_write##size(void* p) {                                     \
+    Checker::Get().Access(p, size, false, __builtin_return_address(0));       \
+    Checker::Get().Access(p, size, true, __builtin_return_address(0));        \
+  }                                                                           \
+  void __tsan_unaligned_read_write##size(void* p) {                           \
+    Checker::Get().Access(p, size, false, __builtin_return_address(0));       \
+    Checker::Get().Access(p, size, true, __builtin_return_address(0));        \
+  }
+JFM_ACCESS(1)
+JFM_ACCESS(2)
+JFM_ACCESS(4)
+JFM_ACCESS(8)
+JFM_ACCESS(16)
+#undef JFM_ACCESS
+
+void* __tsan_memcpy(void* to, const void* from, size_t size) {
+  Checker::Get().Access(from, size, false, __builtin_return_address(0));
+  Checker::Get().Access(to, size, true, __builtin_return_address(0));
+  return std::memcpy(to, from, size);
+}
+void* __tsan_memmove(void* to, const void* from, size_t size) {
+  Checker::Get().Access(from, size, false, __builtin_return_address(0));
+  Checker::Get().Access(to, size, true, __builtin_return_address(0));
+  return std::memmove(to, from, size);
+}
+void* __tsan_memset(void* to, int value, size_t size) {
+  Checker::Get().Access(to, size, true, __builtin_return_address(0));
+  return std::memset(to, value, size);
+}
+void __tsan_init() {}
+
+}  // extern "C"
+
+#endif  // JFM_CHECKER

@@ -1,0 +1,95 @@
+"""Bugs to plant in copies of our kernels: barriers by search, guards by their text.
+
+A bug whose text is no longer in the kernels is an error, not a pass: whoever changes
+the kernel changes the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from plugin import build
+
+_BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\s*\([^;]*\)\s*;")
+_COMMENT = re.compile(r"//[^\n]*")
+
+
+class AnchorMissing(Exception):
+    """The text that a bug replaces is not in the kernels (or not as often as told)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """One wrong edit: of the `occurrences` of `old`, the `index`-th is replaced."""
+
+    id: str
+    file: str
+    old: str
+    new: str
+    occurrences: int = 1
+    index: int = 0
+
+    def plant(self, kernel_dir: Path) -> None:
+        """Edits the file in a copy of the kernels."""
+        path = kernel_dir / self.file
+        text = path.read_text()
+        places = [match.start() for match in re.finditer(re.escape(self.old), text)]
+        if len(places) != self.occurrences:
+            raise AnchorMissing(
+                f"{self.id}: expected {self.occurrences} x {self.old!r} in {self.file}"
+                f", found {len(places)}: adapt the bug to the kernel as it is now"
+            )
+        at = places[self.index]
+        path.write_text(text[:at] + self.new + text[at + len(self.old) :])
+
+
+def barrier_bugs() -> list[Bug]:
+    """Every barrier of the kernels deleted, and every one without its memory flags."""
+    return [
+        bug
+        for path in sorted(build.KERNEL_DIR.glob("*"))
+        if path.suffix in (".metal", ".h")
+        for bug in _barrier_bugs_of(path.name, path.read_text())
+    ]
+
+
+def _barrier_bugs_of(file: str, text: str) -> Iterator[Bug]:
+    code = _COMMENT.sub(lambda match: " " * len(match[0]), text)
+    for match in _BARRIER.finditer(code):
+        barrier = match[0]
+        same = [m.start() for m in re.finditer(re.escape(barrier), text)]
+        place = (len(same), same.index(match.start()))
+        name = f"{Path(file).stem}-barrier-{place[1]}"
+        yield Bug(f"{name}-deleted", file, barrier, "", *place)
+        weak, changed = re.subn(r"mem_flags::\w+", "mem_flags::mem_none", barrier)
+        if changed:
+            yield Bug(f"{name}-without-flags", file, barrier, weak, *place)
+
+
+def copy_of_kernels(folder: Path) -> Path:
+    """A copy whose variant table has the fewest rows that the bug cases need.
+
+    Per kernel the float32 row of the smallest head_dim: what a bug needs is one kernel
+    that has it, and each row takes seconds to compile.
+    """
+    copy = folder / "metal_kernels"
+    shutil.copytree(build.KERNEL_DIR, copy)
+    smallest: dict[str, build.Variant] = {}
+    for row in sorted(build.load_variants(), key=lambda row: row.head_dim):
+        if row.dtype == "float32":
+            smallest.setdefault(row.kernel, row)
+    (copy / "variants.toml").write_text("\n".join(map(_table_row, smallest.values())))
+    return copy
+
+
+def _table_row(row: build.Variant) -> str:
+    return (
+        f'[[variant]]\nkernel = "{row.kernel}"\nsource = "{row.source}"\n'
+        f'dtypes = ["{row.dtype}"]\nhead_dim = {row.head_dim}\n'
+        f"block_q = {row.block_q}\nblock_kv = {row.block_kv}\n"
+        f"num_simdgroups = {row.num_simdgroups}\n"
+    )
