@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-PYTEST := $(PY) -m pytest -n auto
+# loadgroup: tests that share a costly fixture run in one process.
+PYTEST := $(PY) -m pytest -n auto --dist loadgroup
 SOURCES := jax_flash_metal plugin tests tools examples
 
 .PHONY: help setup build test test-all check-kernels lint format wheels demo clean
@@ -39,7 +40,7 @@ test: lint build ## lint, build and the tests, those of check-kernels among them
 
 test-all: lint build ## every test, the slow ones too, and every corner of JAX versions
 	@$(PYTEST)
-	@$(PY) tools/environments.py corners -n auto -m "not slow"
+	@$(PY) tools/environments.py corners -n auto --dist loadgroup -m "not slow"
 
 wheels: setup ## wheels for Linux x86-64 and aarch64, in dist/
 	@for target in linux-x86_64 linux-aarch64; do \

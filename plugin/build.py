@@ -329,6 +329,7 @@ class Request:
 
     kernel_dir: Path
     only: frozenset[str] | None
+    head_dims: frozenset[int] | None
     flavour: str
     target: Target
     cache: Cache
@@ -336,12 +337,16 @@ class Request:
     def variants(self) -> list[Variant]:
         """The rows to instantiate."""
         rows = load_variants(self.kernel_dir)
-        if self.only is None:
-            return rows
-        unknown = self.only - {row.kernel for row in rows}
+        kernels = self.only or {row.kernel for row in rows}
+        unknown = kernels - {row.kernel for row in rows}
         if unknown:
             raise BuildError(f"only= names no kernel of the table: {sorted(unknown)}")
-        return [row for row in rows if row.kernel in self.only]
+        return [
+            row
+            for row in rows
+            if row.kernel in kernels
+            and (self.head_dims is None or row.head_dim in self.head_dims)
+        ]
 
 
 def compile_cpp(request: Request, source: Path, generated: Path) -> Path:
@@ -497,6 +502,7 @@ def build(
     *,
     kernel_dir: Path = KERNEL_DIR,
     only: Iterable[str] | None = None,
+    head_dims: Iterable[int] | None = None,
     flavour: str = "fast",
     target: str | None = None,
     output: Path | None = None,
@@ -508,6 +514,7 @@ def build(
       kernel_dir: the Metal sources and variants.toml; tests pass a changed copy.
       only: names of the kernels to put in, None = all. The others are then unknown
         to the device, and asking for one is an error at run time.
+      head_dims: only the rows with one of these head_dims, None = all.
       flavour: "fast", or "checker": instrumented, for the race checker, never packaged.
       target: a name in TARGETS, None = this machine.
       output: the library, None = the flavour's place in the source tree.
@@ -524,6 +531,7 @@ def build(
     request = Request(
         kernel_dir=Path(kernel_dir).resolve(),
         only=None if only is None else frozenset(only),
+        head_dims=None if head_dims is None else frozenset(head_dims),
         flavour=flavour,
         target=TARGETS[name],
         cache=cache or default_cache(),

@@ -6,6 +6,10 @@ import pytest
 
 # Before jax is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Before NumPy is: BLAS threads of every worker would fight for the same cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+pytest_plugins = ["tests.support.variant_coverage"]
 
 
 def pytest_configure(config):

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "plugin/attention/host_problem.h"
+#include "plugin/attention/planner.h"
 #include "plugin/c_boundary.h"
 #include "plugin/device/software/software_device.h"
 
@@ -71,6 +72,10 @@ Result<HostProblem> Decode(const JfmAttentionProblem& source, const Pass& pass) 
   return host;
 }
 
+void CopyText(const std::string& source, char* text, size_t size) {
+  if (text != nullptr && size > 0) std::snprintf(text, size, "%s", source.c_str());
+}
+
 int Run(const Pass& pass, const JfmAttentionProblem* problem, char* error,
         size_t error_size) noexcept {
   const Status status = WithoutExceptions([&]() -> Status {
@@ -79,9 +84,26 @@ int Run(const Pass& pass, const JfmAttentionProblem* problem, char* error,
     if (!host.ok()) return host.status();
     return RunOnHost(SoftwareDevice(), pass, std::move(*host));
   });
-  if (error != nullptr && error_size > 0) {
-    std::snprintf(error, error_size, "%s", status.message().c_str());
-  }
+  CopyText(status.message(), error, error_size);
+  return static_cast<int>(status.code());
+}
+
+int NameKernels(bool backward, const JfmAttentionProblem* problem, char* text,
+                size_t text_size) noexcept {
+  std::string names;
+  const Status status = WithoutExceptions([&]() -> Status {
+    if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
+    Result<HostProblem> host = Decode(*problem, backward ? kBackwardPass : kForwardPass);
+    if (!host.ok()) return host.status();
+    const AttentionProblem& decoded = host->problem;
+    Result<Plan> plan = backward ? PlanBackward(decoded) : PlanForward(decoded);
+    if (!plan.ok()) return plan.status();
+    for (const Launch& launch : plan->launches) {
+      names += std::string(launch.variant->host_name) + "\n";
+    }
+    return {};
+  });
+  CopyText(status.ok() ? names : status.message(), text, text_size);
   return static_cast<int>(status.code());
 }
 
@@ -102,6 +124,11 @@ JFM_EXPORT int jfm_attention_forward(const JfmAttentionProblem* problem, char* e
 JFM_EXPORT int jfm_attention_backward(const JfmAttentionProblem* problem, char* error,
                                       size_t error_size) {
   return jfm::Run(jfm::kBackwardPass, problem, error, error_size);
+}
+
+JFM_EXPORT int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
+                                     size_t text_size) {
+  return jfm::NameKernels(backward != 0, problem, text, text_size);
 }
 
 JFM_EXPORT void jfm_set_threads(int num_threads) { jfm::SetSoftwareDeviceThreads(num_threads); }

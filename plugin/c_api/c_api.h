@@ -51,6 +51,11 @@ int jfm_abi_version(void);
 int jfm_attention_forward(const JfmAttentionProblem* problem, char* error, size_t error_size);
 int jfm_attention_backward(const JfmAttentionProblem* problem, char* error, size_t error_size);
 
+// The kernels that the forward or backward pass would launch, a name per line in order.
+// Runs nothing. On an error `text` holds the message; cut to text_size like `error`.
+int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
+                          size_t text_size);
+
 // Threads of the software device from now on; 0 = one per CPU that the process may use.
 void jfm_set_threads(int num_threads);
 

@@ -26,10 +26,11 @@ _SMALL = {"batch": (), "num_heads": 2, "num_kv_heads": 1}
 CASES = [
     Case("planted-tiled", q_len=37, kv_len=75, head_dim=20, **_SMALL),
     # q_offset 1: the last visible key of a query block is the first of a key block.
-    Case("planted-causal", q_len=40, kv_len=75, head_dim=24, is_causal=True, q_offset=1,
-         **_SMALL),
-    Case("planted-short", batch=(2,), q_len=3, kv_len=150, num_heads=6, num_kv_heads=2,
-         head_dim=20, is_causal=True, q_offset=120),
+    Case("planted-causal", batch=(), q_len=40, kv_len=75, num_heads=4, num_kv_heads=2,
+         head_dim=24, is_causal=True, q_offset=1),
+    # 18 rows: the combine kernels have a tail too.
+    Case("planted-short", batch=(2,), q_len=3, kv_len=150, num_heads=3, num_kv_heads=1,
+         head_dim=20, is_causal=True, q_offset=147),
     Case("planted-aligned", q_len=32, kv_len=64, head_dim=32, **_SMALL),
 ]  # fmt: skip
 
@@ -85,6 +86,15 @@ GUARDS: list[tuple[str, Bug]] = [
         "dq-combine-row-guard", SHORT_DQ, "if (row >= num_rows) return;", "")),
     ("race|out of bounds", Bug(
         "packed-row-guard", SHORT_FORWARD, "if (!row.valid) return;", "")),
+    # Meeting points that not all lanes reach
+    ("error", Bug(
+        "divergent-barrier", FORWARD,
+        "threadgroup_barrier(mem_flags::mem_threadgroup);  // the K tile",
+        "if (lane != 3) threadgroup_barrier(mem_flags::mem_threadgroup);  // the K tile",
+    )),
+    ("error", Bug(
+        "divergent-shuffle", FORWARD,
+        "max(m, row_max(block_max))", "lane == 3 ? m : max(m, row_max(block_max))")),
     # Visibility
     ("numbers", Bug(
         "causal-excludes-diagonal", COMMON,

@@ -91,15 +91,17 @@ def test_only_builds_the_chosen_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_unit = build.compile_unit
-    compiled = []
+    compiled: list[build.Variant] = []
 
     def record(request: build.Request, unit: build.KernelUnit) -> object:
-        compiled.extend(row.kernel for row in unit.variants)
+        compiled.extend(unit.variants)
         return compile_unit(request, unit)
 
     monkeypatch.setattr(build, "compile_unit", record)
-    build.build(only=["attention_delta"], output=tmp_path / "one.so")
-    assert set(compiled) == {"attention_delta"}
+    build.build(only=["attention_forward"], head_dims=[64], output=tmp_path / "one.so")
+    assert {(row.kernel, row.head_dim) for row in compiled} == {
+        ("attention_forward", 64)
+    }
 
 
 def test_only_rejects_an_unknown_kernel(tmp_path: Path) -> None:

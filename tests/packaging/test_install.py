@@ -46,6 +46,18 @@ def test_wheel_runs_outside_the_tree(
     check_installed(fresh_python, tmp_path / "env", tmp_path)
 
 
+def test_a_platform_without_a_library_gets_a_pure_wheel(
+    tmp_path: Path, copy_tree: Callable[[Path], Path]
+) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
+    pip("wheel", *options, tree, cwd=tmp_path, JAX_FLASH_METAL_TARGET="darwin-aarch64")
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"jax_flash_metal-{build.version()}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+
 def test_editable_install_finds_the_library_in_the_tree(
     fresh_python: Path, tmp_path: Path, copy_tree: Callable[[Path], Path]
 ) -> None:

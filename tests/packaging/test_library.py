@@ -52,6 +52,12 @@ def read_facts(path: Path) -> Facts:
     )
 
 
+def defined_symbols(path: Path) -> set[str]:
+    binary = lief.ELF.parse(str(path))
+    assert binary is not None
+    return {str(symbol.name) for symbol in binary.symbols if symbol.shndx != 0}
+
+
 def check(path: Path, machine: str) -> None:
     """What holds for a packaged library on every platform."""
     facts = read_facts(path)
@@ -80,6 +86,21 @@ def test_aarch64_library(tmp_path: Path) -> None:
         output=tmp_path / build.LIBRARY_NAME,
     )
     check(path, "AARCH64")
+
+
+def test_aarch64_has_its_own_fiber_switch(tmp_path: Path) -> None:
+    """Seen in the object: the library hides it and carries no symbol table."""
+    request = build.Request(
+        kernel_dir=build.KERNEL_DIR,
+        only=None,
+        head_dims=None,
+        flavour="fast",
+        target=build.TARGETS["linux-aarch64"],
+        cache=build.default_cache(),
+    )
+    source = build.ROOT / "plugin" / "device" / "software" / "fiber.cc"
+    path = build.compile_cpp(request, source, tmp_path)
+    assert "jfm_fiber_switch" in defined_symbols(path)
 
 
 @pytest.mark.slow

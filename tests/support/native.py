@@ -75,16 +75,24 @@ class NativeError(Exception):
         self.code = code
 
 
+_MAX_KERNEL_NAMES = 1 << 16  # bytes; a plan repeats its names per outer batch index
+
+# Names of the kernels that calls through this module have run (variant_coverage.py).
+used_kernels: set[str] = set()
+
+
 @functools.cache
 def load(path: Path = platforms.LIBRARY) -> ctypes.CDLL:
     """The library (or another build of it) with the types of its functions."""
     library = platforms.load_library(path)
+    text = (ctypes.c_char_p, ctypes.c_size_t)
     for function in (library.jfm_attention_forward, library.jfm_attention_backward):
-        function.argtypes = (
-            ctypes.POINTER(Problem),
-            ctypes.c_char_p,
-            ctypes.c_size_t,
-        )
+        function.argtypes = (ctypes.POINTER(Problem), *text)
+    library.jfm_attention_kernels.argtypes = (
+        ctypes.POINTER(Problem),
+        ctypes.c_int,
+        *text,
+    )
     return library
 
 
@@ -213,6 +221,19 @@ def call(function: str, problem: Problem, library: ctypes.CDLL | None = None) ->
     )
     if code:
         raise NativeError(code, error.value.decode())
+    used_kernels.update(kernels(problem, function.endswith("backward"), library))
+
+
+def kernels(
+    problem: Problem, backward: bool, library: ctypes.CDLL | None = None
+) -> list[str]:
+    """Names of the kernels that a pass launches, in order."""
+    text = ctypes.create_string_buffer(_MAX_KERNEL_NAMES)
+    code = (library or load()).jfm_attention_kernels(
+        ctypes.byref(problem), backward, text, len(text)
+    )
+    assert code == 0, text.value.decode()
+    return text.value.decode().splitlines()
 
 
 def _batch(name: str, array: np.ndarray) -> tuple[int, ...]:

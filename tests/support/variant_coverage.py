@@ -1,6 +1,6 @@
 """Pytest plugin: at the end of a whole run, every row of the variant table has run.
 
-Every worker reports the kernels that its library has made pipelines of; the controller
+Every worker reports the kernels that its calls of native.py have run; the controller
 joins them. A run of selected tests is not judged.
 """
 
@@ -41,8 +41,7 @@ def all_kernels() -> set[str]:
 
 
 def pytest_sessionfinish(session):
-    if native.load.cache_info().currsize:
-        _used.update(native.used_kernels())
+    _used.update(native.used_kernels)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput[_WORKER_KEY] = sorted(_used)
     elif session.exitstatus == pytest.ExitCode.OK and _is_whole_run(session.config):

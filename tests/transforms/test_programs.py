@@ -1,0 +1,143 @@
+"""What is in the lowered and the compiled program: custom calls, and nothing big.
+
+37 and 53 are primes, so a tensor with an element per (query, key) pair is one whose
+size 37 * 53 divides.
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash_metal import flash_attention
+
+B, T, S, N, K, H, V = 2, 37, 53, 6, 3, 64, 40
+FORWARD, BACKWARD = "jax_flash_metal_forward_v1", "jax_flash_metal_backward_v1"
+
+attend = functools.partial(flash_attention, is_causal=True, implementation="metal")
+
+
+def loss(query, key, value):
+    return jnp.sum(jnp.sin(attend(query, key, value)))
+
+
+gradient = jax.grad(loss, argnums=(0, 1, 2))
+
+
+def structs(q_batch, k_batch, v_batch):
+    shapes = ((*q_batch, T, N, H), (*k_batch, S, K, H), (*v_batch, S, K, V))
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def texts(function, operands):
+    """StableHLO, and optimised HLO."""
+    lowered = jax.jit(function).lower(*operands)
+    return {"lowered": lowered.as_text(), "compiled": lowered.compile().as_text()}
+
+
+def shapes(text):
+    """Of every tensor type: tensor<2x37xf32> in StableHLO, f32[2,37] in HLO."""
+    for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]", text):
+        yield tuple(int(d) for d in dims.split("x")[:-1])
+    for dims in re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text):
+        yield tuple(int(d) for d in dims.split(","))
+
+
+def assert_small(text):
+    found = list(shapes(text))
+    assert (B, T, N, H) in [shape[-4:] for shape in found]
+    for shape in found:
+        assert math.prod(shape) % (T * S) or not math.prod(shape), shape
+
+
+def test_shapes_reads_both_notations():
+    text = "%0 = stablehlo.add : tensor<2x37x53xbf16>, tensor<f32> x f32[6,37]{1,0}"
+    assert list(shapes(text)) == [(2, 37, 53), (6, 37)]
+
+
+def test_the_reference_has_the_big_tensor():
+    def plain(*operands):
+        return jnp.sum(flash_attention(*operands, implementation="xla"))
+
+    for text in texts(jax.grad(plain), structs((B,), (B,), (B,))).values():
+        with pytest.raises(AssertionError):
+            assert_small(text)
+
+
+def test_gradient_step():
+    for text in texts(gradient, structs((B,), (B,), (B,))).values():
+        assert text.count(FORWARD) == 1
+        assert text.count(BACKWARD) == 1
+        assert_small(text)
+
+
+@pytest.mark.parametrize(
+    ("policy", "forward_calls"),
+    [
+        (jax.checkpoint_policies.nothing_saveable, 2),
+        (
+            jax.checkpoint_policies.save_only_these_names(
+                "flash_attention_out", "flash_attention_logsumexp"
+            ),
+            1,
+        ),
+    ],
+    ids=["nothing", "names"],
+)
+def test_remat_by_name_does_not_repeat_the_forward(policy, forward_calls):
+    def f(query, key, value):
+        # Something before and after, so that there is something else to recompute.
+        return loss(jnp.sin(query), jnp.sin(key), jnp.sin(value))
+
+    step = jax.value_and_grad(jax.checkpoint(f, policy=policy), (0, 1, 2))
+    text = texts(step, structs((B,), (B,), (B,)))["lowered"]
+    assert text.count(FORWARD) == forward_calls
+    assert text.count(BACKWARD) == 1
+
+
+VMAPS = {
+    "query": ((0, None, None), ((5, B), (B,), (B,))),
+    "key-value": ((None, 0, 0), ((B,), (5, B), (5, B))),
+    "query-value": ((0, None, 0), ((5, B), (B,), (5, B))),
+}
+
+
+@pytest.mark.parametrize("name", VMAPS)
+def test_vmap_copies_no_shared_operand(name):
+    in_axes, batches = VMAPS[name]
+    operands = structs(*batches)
+    for kind, text in texts(jax.vmap(gradient, in_axes), operands).items():
+        assert text.count(FORWARD) == 1
+        assert text.count(BACKWARD) == 1
+        assert_small(text)
+        if kind == "compiled":
+            continue
+        full = {(5, B, *operand.shape[-3:]) for operand in operands}
+        for line in text.splitlines():
+            if "broadcast_in_dim" in line:
+                result = list(shapes(line.rsplit("->", 1)[-1]))
+                assert not full & set(result), line
+        call = next(line for line in text.splitlines() if FORWARD in line)
+        types = list(shapes(call.rsplit(": (", 1)[1].split("->")[0]))
+        assert types == [
+            (1 if axis is None else 5, B, *operand.shape[-3:])
+            for axis, operand in zip(in_axes, operands)
+        ]
+
+
+def test_unmapped_call_under_vmap_is_not_batched():
+    def f(scale, query, key, value):
+        return scale * attend(query, key, value)
+
+    operands = [jax.ShapeDtypeStruct((9,), jnp.float32), *structs((B,), (B,), (B,))]
+    text = texts(jax.vmap(f, (0, None, None, None)), operands)["lowered"]
+    call = next(line for line in text.splitlines() if FORWARD in line)
+    assert "9x" not in call.rsplit(": (", 1)[1]
+
+
+def test_default_on_the_cpu_has_no_custom_call():
+    text = texts(flash_attention, structs((B,), (B,), (B,)))["lowered"]
+    assert "jax_flash_metal" not in text
