@@ -25,6 +25,7 @@ key-value head, h head_dim, `...` batch dimensions, each full or 1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -41,8 +42,18 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _jit(function: _Function) -> _Function:
-    """Compiled as a whole also outside a program, where it would be 100 dispatches."""
-    return cast(_Function, jax.jit(function, static_argnames="config"))
+    """Compiled as a whole also outside a program, where it would be 100 dispatches.
+
+    The body broadcasts and promotes implicitly, also where the user forbids it to their
+    own code.
+    """
+
+    @functools.wraps(function)
+    def body(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return cast(_Function, jax.jit(body, static_argnames="config"))
 
 
 class Gradients(NamedTuple):

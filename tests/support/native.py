@@ -121,7 +121,7 @@ def run_forward(
     problem = make_problem(
         operands, scale=scale, is_causal=is_causal, q_offset=q_offset
     )
-    results = _attach_results(problem, operands, FORWARD_RESULTS)
+    results = attach_results(problem, operands, FORWARD_RESULTS)
     call("jfm_attention_forward", problem, library)
     out, logsumexp = results.values()
     return out, logsumexp
@@ -149,7 +149,7 @@ def run_backward(
     problem = make_problem(
         operands, scale=scale, is_causal=is_causal, q_offset=q_offset
     )
-    results = _attach_results(problem, operands, BACKWARD_RESULTS)
+    results = attach_results(problem, operands, BACKWARD_RESULTS)
     call("jfm_attention_backward", problem, library)
     dquery, dkey, dvalue = results.values()
     return dquery, dkey, dvalue
@@ -240,7 +240,7 @@ def _batch(name: str, array: np.ndarray) -> tuple[int, ...]:
     return array.shape[: -2 if name in STATISTICS else -3]
 
 
-def _attach_results(
+def attach_results(
     problem: Problem, operands: dict[str, np.ndarray], names: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
     """NaN-filled results, attached to the problem."""

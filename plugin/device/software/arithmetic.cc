@@ -8,10 +8,23 @@
 namespace jfm {
 namespace {
 
-void MultiplyAccumulateBaseline(const float* a, const float* b, float* c) {
-  for (int i = 0; i < 8; ++i) {
-    for (int k = 0; k < 8; ++k) {
-      for (int j = 0; j < 8; ++j) c[i * 8 + j] = std::fma(a[i * 8 + k], b[k * 8 + j], c[i * 8 + j]);
+// The element in (row, col) of a matrix that is spread over lanes.
+const float& Element(const float (&matrix)[MSL_SIMD_WIDTH][2], uint32_t row, uint32_t col) {
+  return matrix[FirstLane(row) + (col & 4) * 2 + (col >> 1 & 1)][col & 1];
+}
+
+void RunProductBaseline(const Product& product) {
+  for (uint32_t row = 0; row < 8; ++row) {
+    for (uint32_t pair = 0; pair < 4; ++pair) {
+      const uint32_t lane = FirstLane(row) + (pair & 2) * 4 + (pair & 1);
+      MslAccumulator& sum = *product.sum[lane];
+      for (uint32_t e = 0; e < 2; ++e) {
+        for (uint32_t k = 0; k < 8; ++k) {
+          sum.elements[e] = std::fma(Element(product.a, row, k),
+                                     Element(product.b, k, pair * 2 + e), sum.elements[e]);
+        }
+      }
+      --sum.pending;
     }
   }
 }
@@ -62,7 +75,7 @@ uint16_t FloatToHalf(float x) {
 
 }  // namespace
 
-const Arithmetic kBaselineArithmetic = {&MultiplyAccumulateBaseline, &HalfToFloat, &FloatToHalf};
+const Arithmetic kBaselineArithmetic = {&RunProductBaseline, &HalfToFloat, &FloatToHalf};
 
 const Arithmetic& ThisArithmetic() {
 #if defined(__x86_64__)

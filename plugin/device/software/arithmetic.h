@@ -4,13 +4,26 @@
 
 #include <cstdint>
 
+#include "plugin/device/software/frontend/msl_abi.h"
+
 namespace jfm {
 
-// c = a · b + c, row-major 8x8, every element a chain of eight fused multiply-adds.
-using MultiplyAccumulate = void (*)(const float* a, const float* b, float* c);
+// A simdgroup_multiply_accumulate of a whole simdgroup: every lane's two elements of a and
+// b, and where its two of the sum lie.
+struct Product {
+  alignas(32) float a[MSL_SIMD_WIDTH][2];
+  alignas(32) float b[MSL_SIMD_WIDTH][2];
+  MslAccumulator* sum[MSL_SIMD_WIDTH];
+};
+
+// The lane that holds the first elements of a row; three more follow after 1, 8 and 9.
+constexpr uint32_t FirstLane(uint32_t row) { return (row & 4) << 2 | (row & 3) << 1; }
+
+// sum += a · b, every element a chain of eight fused multiply-adds. One less is pending.
+using RunProduct = void (*)(const Product& product);
 
 struct Arithmetic {
-  MultiplyAccumulate multiply_accumulate;
+  RunProduct run_product;
   float (*half_to_float)(uint16_t);
   uint16_t (*float_to_half)(float);
 };

@@ -17,7 +17,6 @@ extern "C" const char _end[] __attribute__((visibility("hidden")));
 namespace jfm {
 namespace {
 
-constexpr size_t kArenaBytes = 2 * kMaxThreadgroupBytes;  // red zones included
 constexpr uint32_t kMemDevice = 1;       // metal::mem_flags
 constexpr uint32_t kMemThreadgroup = 2;  // metal::mem_flags
 
@@ -118,7 +117,7 @@ void Checker::AddConstants(const void* data, size_t size_bytes) {
   constants_.push_back({reinterpret_cast<uintptr_t>(data), size_bytes});
 }
 
-void Checker::CopyBack(const std::vector<BufferBinding>& bindings) {
+void Checker::FinishCommandBuffer(const std::vector<BufferBinding>& bindings) {
   for (const BufferBinding& b : bindings) {
     const_cast<CheckedBuffer*>(static_cast<const CheckedBuffer*>(b.buffer))->CopyBack();
   }
@@ -129,7 +128,7 @@ void Checker::CopyBack(const std::vector<BufferBinding>& bindings) {
 void Checker::StartThreadgroup(ThreadgroupRunner& runner) {
   runner_ = &runner;
   arrays_.clear();
-  threadgroup_shadow_.resize(kArenaBytes);
+  threadgroup_shadow_.resize(ThreadgroupRunner::kArenaBytes);
   // Threadgroup memory is new: nothing before counts.
   threadgroup_clock_.threadgroup_start = ++threadgroup_clock_.now;
   threadgroup_clock_.dispatch_start = threadgroup_clock_.threadgroup_start;
@@ -163,7 +162,7 @@ void Checker::Access(const void* pointer, size_t size, bool is_write, const void
   if (runner_ == nullptr || size == 0) return;
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   const uintptr_t arena = reinterpret_cast<uintptr_t>(runner_->threadgroup_memory());
-  if (address >= arena && address < arena + kArenaBytes) {
+  if (address >= arena && address < arena + ThreadgroupRunner::kArenaBytes) {
     ++statistics_->accesses;
     return AccessThreadgroup(address, size, is_write, place);
   }
@@ -185,6 +184,8 @@ void Checker::Access(const void* pointer, size_t size, bool is_write, const void
   }
   if (!is_write && IsOwnImage(address)) return;
   Report(is_write ? "wild write" : "wild read", "no buffer that is bound", place, nullptr);
+  // Going on would most likely end the process.
+  runner_->Fail(is_write ? "a write outside every buffer" : "a read outside every buffer");
 }
 
 void Checker::AccessThreadgroup(uintptr_t address, size_t size, bool is_write, const void* place) {

@@ -78,7 +78,7 @@ class Checker {
   // What the device tells.
   void StartDispatch(const std::vector<BufferBinding>& bindings, const KernelLaunch& launch);
   void AddConstants(const void* data, size_t size_bytes);
-  void CopyBack(const std::vector<BufferBinding>& bindings);
+  void FinishCommandBuffer(const std::vector<BufferBinding>& bindings);
   // What the threadgroup runner tells.
   void StartThreadgroup(ThreadgroupRunner& runner);
   void EndThreadgroup(const ThreadgroupRunner& runner);
@@ -86,7 +86,7 @@ class Checker {
   void ThreadgroupBarrier(uint32_t flags);
   void SimdgroupBarrier(uint32_t simdgroup, uint32_t flags);
   void CountSwitch() { ++statistics_->switches; }
-  void CountProduct() { ++statistics_->products; }
+  void CountProducts(uint64_t count) { statistics_->products += count; }
   // What the kernels tell. `place` is in the kernel's code.
   void Access(const void* address, size_t size_bytes, bool is_write, const void* place);
 

@@ -76,6 +76,8 @@ namespace jfm {
 namespace {
 
 constexpr size_t kPage = 4096;
+// No guard pages: with many threads they would exceed Linux's number of mappings. Instead
+// the front end compiles kernels, which do not recurse, with a limit on their frames.
 constexpr size_t kStack = 64 * 1024;
 // Stacks of one power-of-two size would put the frames of all lanes into the same sets of
 // the cache: each starts 17 cache lines further down than the one before.
@@ -88,7 +90,6 @@ FiberStacks::FiberStacks(size_t count) : count_(count) {
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return;
   memory_ = static_cast<char*>(memory);
-  for (size_t i = 0; i < count; ++i) mprotect(memory_ + i * kStack, kPage, PROT_NONE);
 }
 
 FiberStacks::~FiberStacks() {

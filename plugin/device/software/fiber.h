@@ -10,7 +10,7 @@ namespace jfm {
 // continues the fiber whose saved pointer is `to`.
 extern "C" void jfm_fiber_switch(void** save, void* to);
 
-// Stacks of equal size with a guard page below each.
+// Stacks of equal size; only what a lane touches takes memory.
 class FiberStacks {
  public:
   explicit FiberStacks(size_t count);

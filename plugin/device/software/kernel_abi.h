@@ -1,30 +1,16 @@
-// Between the compiled kernels and the runtime: entry points, lane values, the table of
-// kernels that the build generates (frontend registry()). The functions that kernels call
-// are declared in frontend/msl_shim.h and defined in threadgroup.cc.
+// The table of kernels that the build generates (frontend registry()). What kernels are
+// called with, and what they call, is in frontend/msl_abi.h.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
+
+#include "plugin/device/software/frontend/msl_abi.h"
 
 namespace jfm {
 
-struct LanePosition {
-  uint32_t x, y, z;
-};
+constexpr unsigned kMaxFunctionConstants = 32;
 
-// The same layout as __msl_ids in frontend/msl_shim.h.
-struct LaneIds {
-  LanePosition threadgroup, threadgroups, thread, threads, position;
-  uint32_t lane, simdgroup, index, simd_width;
-};
-static_assert(sizeof(LaneIds) == 19 * 4, "layout shared with msl_shim.h");
-
-constexpr uint32_t kMaxBuffers = 31;
-constexpr uint32_t kMaxFunctionConstants = 32;
-constexpr uint32_t kSimdWidth = 32;
-
-// `buffers` has kMaxBuffers addresses.
-using KernelEntry = void (*)(const uint64_t* buffers, const LaneIds* ids);
+using KernelEntry = void (*)(const MslThread* thread);
 
 struct SoftwareKernel {
   const char* host_name;

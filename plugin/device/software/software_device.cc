@@ -81,7 +81,7 @@ RunnerPool& Runners() {
 
 struct EncodedDispatch {
   KernelLaunch launch;
-  std::vector<std::unique_ptr<char[]>> bytes;  // copies of BytesBinding data
+  std::vector<std::vector<char>> bytes;  // copies of BytesBinding data
   std::vector<BufferBinding> buffers;
 };
 
@@ -108,6 +108,9 @@ Status RunDispatch(const EncodedDispatch& dispatch) {
   const uint64_t count = uint64_t{grid.x} * grid.y * grid.z;
 #ifdef JFM_CHECKER
   Checker::Get().StartDispatch(dispatch.buffers, launch);
+  for (const std::vector<char>& bytes : dispatch.bytes) {
+    Checker::Get().AddConstants(bytes.data(), bytes.size());
+  }
   for (uint64_t i = 0; i < count && run(i); ++i) {
   }
 #else
@@ -135,7 +138,7 @@ class SoftwareCommandBuffer : public CommandBuffer {
       address = reinterpret_cast<uint64_t>(unbound);
     }
     for (const BufferBinding& b : dispatch.buffers) {
-      if (b.index >= kMaxBuffers || b.buffer == nullptr ||
+      if (b.index >= MSL_MAX_BUFFERS || b.buffer == nullptr ||
           b.offset_bytes > b.buffer->size_bytes()) {
         return InvalidArgument(name + ": buffer " + std::to_string(b.index) +
                                " is missing, or its index or offset is out of range.");
@@ -145,16 +148,13 @@ class SoftwareCommandBuffer : public CommandBuffer {
     }
     encoded.buffers = dispatch.buffers;
     for (const BytesBinding& b : dispatch.bytes) {
-      if (b.index >= kMaxBuffers) {
+      if (b.index >= MSL_MAX_BUFFERS) {
         return InvalidArgument(name + ": buffer index " + std::to_string(b.index) +
                                " is out of range.");
       }
-      encoded.bytes.push_back(std::make_unique<char[]>(b.size_bytes));
-      std::memcpy(encoded.bytes.back().get(), b.data, b.size_bytes);
-      encoded.launch.buffers[b.index] = reinterpret_cast<uint64_t>(encoded.bytes.back().get());
-#ifdef JFM_CHECKER
-      Checker::Get().AddConstants(encoded.bytes.back().get(), b.size_bytes);
-#endif
+      const char* data = static_cast<const char*>(b.data);
+      encoded.bytes.emplace_back(data, data + b.size_bytes);
+      encoded.launch.buffers[b.index] = reinterpret_cast<uint64_t>(encoded.bytes.back().data());
     }
     encoded.launch.threadgroups = dispatch.threadgroups;
     encoded.launch.threads_per_threadgroup = threads;
@@ -167,13 +167,18 @@ class SoftwareCommandBuffer : public CommandBuffer {
   Status Commit() override { return {}; }
 
   Status Wait() override {
+#ifdef JFM_CHECKER
+    std::lock_guard<std::mutex> lock(Checker::Get().mutex());
+#endif
     Status status;
     for (const EncodedDispatch& dispatch : dispatches_) {
       status = RunDispatch(dispatch);
       if (!status.ok()) break;
     }
 #ifdef JFM_CHECKER
-    for (const EncodedDispatch& dispatch : dispatches_) Checker::Get().CopyBack(dispatch.buffers);
+    for (const EncodedDispatch& dispatch : dispatches_) {
+      Checker::Get().FinishCommandBuffer(dispatch.buffers);
+    }
 #endif
     dispatches_.clear();
     return status;

@@ -1,6 +1,6 @@
 #include "plugin/device/software/threadgroup.h"
 
-#include <cstdio>
+#include <algorithm>
 #include <cstring>
 
 #ifdef JFM_CHECKER
@@ -20,22 +20,11 @@ constexpr size_t kRedZone = 64;
 constexpr size_t kRedZone = 0;
 #endif
 
-// Operations beyond those of msl_shim.h's exchanges.
-constexpr uint32_t kMultiply = 1000;
-constexpr uint32_t kSimdgroupBarrier = 1001;
-
-// Row-major place of a lane's first element in an 8x8 matrix, as in msl_shim.h.
-uint32_t MatrixOffset(uint32_t lane) {
-  const uint32_t row = (lane >> 2 & 4) | (lane >> 1 & 3);
-  const uint32_t col = (lane >> 1 & 4) | (lane & 1) << 1;
-  return row * 8 + col;
-}
-
 }  // namespace
 
 ThreadgroupRunner::ThreadgroupRunner()
     : stacks_(kMaxThreads),
-      arithmetic_(ThisArithmetic()),
+      run_product_(ThisArithmetic().run_product),
       simdgroups_(new Simdgroup[kMaxThreads / kSimdWidth]) {}
 
 std::string ThreadgroupRunner::Run(const KernelLaunch& launch, Size3 position) {
@@ -44,20 +33,26 @@ std::string ThreadgroupRunner::Run(const KernelLaunch& launch, Size3 position) {
   position_ = position;
   const Size3& threads = launch.threads_per_threadgroup;
   num_threads_ = threads.x * threads.y * threads.z;
+  group_.position = {position.x, position.y, position.z};
+  group_.grid = {launch.threadgroups.x, launch.threadgroups.y, launch.threadgroups.z};
+  group_.threads = {threads.x, threads.y, threads.z};
+  std::memcpy(group_.buffers, launch.buffers, sizeof(group_.buffers));
   num_done_ = num_at_barrier_ = 0;
   error_.clear();
   // Metal promises nothing about the contents; NaN makes a read before a write visible.
-  std::memset(arena_, 0xFF, arena_used_ == 0 ? sizeof(arena_) : arena_used_);
+  std::memset(arena_, 0xFF, arena_used_);
+  arena_used_ = kRedZone;
   threadgroup_bytes_ = 0;
-  arena_used_ = 64;
+  variables_.clear();
   for (uint32_t i = 0; i < num_threads_; ++i) {
     state_[i] = kRunning;
-    allocated_[i] = 0;
     sp_[i] = stacks_.Prepare(i, &LaneMain);
   }
   for (uint32_t first = 0; first < num_threads_; first += kSimdWidth) {
     Simdgroup& group = simdgroups_[first / kSimdWidth];
     group.waiting = group.turn = 0;
+    std::memset(group.num_queued, 0, sizeof(group.num_queued));
+    group.num_placed = 0;
     group.size = num_threads_ - first < kSimdWidth ? num_threads_ - first : kSimdWidth;
   }
 #ifdef JFM_CHECKER
@@ -79,19 +74,13 @@ void ThreadgroupRunner::LaneMain() {
   ThreadgroupRunner& runner = *current_runner;
   const uint32_t i = runner.current_;
   const Size3& t = runner.launch_->threads_per_threadgroup;
-  const Size3& n = runner.launch_->threadgroups;
-  const Size3& p = runner.position_;
-  LaneIds ids;
-  ids.threadgroup = {p.x, p.y, p.z};
-  ids.threadgroups = {n.x, n.y, n.z};
-  ids.thread = {i % t.x, i / t.x % t.y, i / t.x / t.y};
-  ids.threads = {t.x, t.y, t.z};
-  ids.position = {p.x * t.x + ids.thread.x, p.y * t.y + ids.thread.y, p.z * t.z + ids.thread.z};
-  ids.lane = i % kSimdWidth;
-  ids.simdgroup = i / kSimdWidth;
-  ids.index = i;
-  ids.simd_width = kSimdWidth;
-  runner.launch_->kernel->entry(runner.launch_->buffers, &ids);
+  MslThread thread;
+  thread.group = &runner.group_;
+  thread.position = {i % t.x, i / t.x % t.y, i / t.x / t.y};
+  thread.index = i;
+  thread.simdgroup = i / kSimdWidth;
+  thread.lane = i % kSimdWidth;
+  runner.launch_->kernel->entry(&thread);
   runner.state_[i] = kDone;
   ++runner.num_done_;
   runner.SwitchAway();
@@ -144,6 +133,9 @@ void ThreadgroupRunner::SwitchAway() {
     }
   }
   if (next == self) return;
+#ifdef JFM_CHECKER
+  Checker::Get().CountSwitch();
+#endif
   current_ = next;
   jfm_fiber_switch(&sp_[self], sp_[next]);
 }
@@ -190,23 +182,47 @@ const void* ThreadgroupRunner::Exchange(const void* value, uint32_t size, uint32
   return slot;
 }
 
-void ThreadgroupRunner::Multiply(const float* abc, float* d, const void* place) {
+void ThreadgroupRunner::EnqueueProduct(MslAccumulator* sum, float a0, float a1, float b0,
+                                       float b1, const void* place) {
   Simdgroup& group = simdgroups_[current_ / kSimdWidth];
-  auto& m = group.matrices[group.turn];
-  const uint32_t at = MatrixOffset(current_ % kSimdWidth);
-  for (int i = 0; i < 3; ++i) std::memcpy(&m[i][at], abc + 2 * i, 2 * sizeof(float));
-  if (Arrive(group, kMultiply, place)) {
-    arithmetic_.multiply_accumulate(m[0], m[1], m[2]);
-    Release(group);
-  } else {
-    SwitchAway();
+  const uint32_t lane = current_ % kSimdWidth;
+  const uint32_t k = group.num_queued[lane]++;
+  if (group.num_placed == k) {
+    ++group.num_placed;
+    group.product_places[k] = place;
+  } else if (group.product_places[k] != place) {
+    Fail("the lanes of a simdgroup meet at different simdgroup_multiply_accumulate");
   }
-  std::memcpy(d, &m[2][at], 2 * sizeof(float));
+  Product& product = group.products[k];
+  product.a[lane][0] = a0;
+  product.a[lane][1] = a1;
+  product.b[lane][0] = b0;
+  product.b[lane][1] = b1;
+  product.sum[lane] = sum;
+  while (group.num_queued[lane] == kMaxQueued) RunProducts();
+}
+
+// Lanes that come here have products waiting, but not all the same number: one lane may look
+// at a result before the next product where another does not.
+void ThreadgroupRunner::RunProducts() {
+  Simdgroup& group = simdgroups_[current_ / kSimdWidth];
+  if (!Arrive(group, kMslMatrixProduct, nullptr)) return SwitchAway();
+  const uint32_t count = *std::min_element(group.num_queued, group.num_queued + group.size);
+  for (uint32_t k = 0; k < count; ++k) run_product_(group.products[k]);
+#ifdef JFM_CHECKER
+  Checker::Get().CountProducts(count);
+#endif
+  for (uint32_t lane = 0; lane < group.size; ++lane) group.num_queued[lane] -= count;
+  std::move(group.products + count, group.products + group.num_placed, group.products);
+  std::move(group.product_places + count, group.product_places + group.num_placed,
+            group.product_places);
+  group.num_placed -= count;
+  Release(group);
 }
 
 void ThreadgroupRunner::SimdgroupBarrier(uint32_t flags, const void* place) {
   Simdgroup& group = simdgroups_[current_ / kSimdWidth];
-  if (!Arrive(group, kSimdgroupBarrier, place)) return SwitchAway();
+  if (!Arrive(group, kMslSimdgroupBarrier, place)) return SwitchAway();
 #ifdef JFM_CHECKER
   Checker::Get().SimdgroupBarrier(current_ / kSimdWidth, flags);
 #else
@@ -232,22 +248,25 @@ void ThreadgroupRunner::ThreadgroupBarrier(uint32_t flags, const void* place) {
   std::memset(state_, kRunning, num_threads_);
 }
 
-// Every lane declares the same arrays in the same order and so gets the same addresses.
-void* ThreadgroupRunner::ThreadgroupMemory(size_t size, const char* name) {
-  const size_t start = (allocated_[current_] + 15) & ~size_t{15};
-  const size_t end = start + size;
-  if (end > arena_used_) {
-    threadgroup_bytes_ += size;
-    if (threadgroup_bytes_ > kMaxThreadgroupBytes || end + kRedZone > sizeof(arena_)) {
-      Fail("more than " + std::to_string(kMaxThreadgroupBytes) +
-           " bytes of threadgroup memory (at '" + name + "')");
-    }
-#ifdef JFM_CHECKER
-    Checker::Get().AddThreadgroupArray(arena_ + start, size, name);
-#endif
-    arena_used_ = end;
+// Every lane asks for every variable, and again each time it comes by the declaration.
+void* ThreadgroupRunner::ThreadgroupMemory(uint32_t id, size_t size, size_t alignment,
+                                           const char* name) {
+  for (const Variable& variable : variables_) {
+    if (variable.id == id) return arena_ + variable.start;
   }
-  allocated_[current_] = static_cast<uint32_t>(end + kRedZone);
+  const size_t align = std::max<size_t>(16, alignment);
+  const size_t start = (arena_used_ + align - 1) / align * align;
+  const size_t end = start + size;
+  threadgroup_bytes_ += start - arena_used_ + size;
+  if (threadgroup_bytes_ > kMaxThreadgroupBytes || end + kRedZone > kArenaBytes) {
+    Fail("more than " + std::to_string(kMaxThreadgroupBytes) +
+         " bytes of threadgroup memory (at '" + name + "')");
+  }
+#ifdef JFM_CHECKER
+  Checker::Get().AddThreadgroupArray(arena_ + start, size, name);
+#endif
+  variables_.push_back({id, start});
+  arena_used_ = end + kRedZone;
   return arena_ + start;
 }
 
@@ -266,22 +285,24 @@ using jfm::current_runner;
 
 extern "C" {
 
-const void* __msl_exchange(const void* value, uint32_t size, uint32_t operation) {
+const void* __msl_exchange(const void* value, unsigned size, unsigned operation) {
   return current_runner->Exchange(value, size, operation, __builtin_return_address(0));
 }
-void __msl_multiply_accumulate(const float* abc, float* d) {
-  current_runner->Multiply(abc, d, __builtin_return_address(0));
+void __msl_enqueue_product(MslAccumulator* out, float a0, float a1, float b0, float b1) {
+  current_runner->EnqueueProduct(out, a0, a1, b0, b1, __builtin_return_address(0));
 }
-uint32_t __msl_lane() { return current_runner->lane(); }
-void __msl_threadgroup_barrier(uint32_t flags) {
+void __msl_run_products() { current_runner->RunProducts(); }
+unsigned __msl_lane_index() { return current_runner->lane(); }
+void __msl_threadgroup_barrier(unsigned flags) {
   current_runner->ThreadgroupBarrier(flags, __builtin_return_address(0));
 }
-void __msl_simdgroup_barrier(uint32_t flags) {
+void __msl_simdgroup_barrier(unsigned flags) {
   current_runner->SimdgroupBarrier(flags, __builtin_return_address(0));
 }
-void* __msl_threadgroup_alloc(uint64_t size, const char* name) {
-  return current_runner->ThreadgroupMemory(size, name);
+void* __msl_threadgroup_memory(unsigned id, unsigned long size, unsigned long alignment,
+                               const char* name) {
+  return current_runner->ThreadgroupMemory(id, size, alignment, name);
 }
-const void* __msl_function_constant(uint32_t index) { return current_runner->constant(index); }
+int __msl_function_constant(unsigned index) { return current_runner->constant(index); }
 
 }  // extern "C"

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "plugin/device/device.h"
 #include "plugin/device/software/arithmetic.h"
@@ -15,6 +16,7 @@
 
 namespace jfm {
 
+constexpr uint32_t kSimdWidth = MSL_SIMD_WIDTH;
 constexpr uint32_t kMaxThreads = 1024;
 constexpr size_t kMaxThreadgroupBytes = 32 * 1024;
 
@@ -22,7 +24,7 @@ constexpr size_t kMaxThreadgroupBytes = 32 * 1024;
 struct KernelLaunch {
   const SoftwareKernel* kernel;
   int32_t constants[kMaxFunctionConstants];
-  uint64_t buffers[kMaxBuffers];
+  uint64_t buffers[MSL_MAX_BUFFERS];
   Size3 threadgroups, threads_per_threadgroup;
 };
 
@@ -44,14 +46,20 @@ class ThreadgroupRunner {
 
   // What the kernels call (threadgroup.cc).
   const void* Exchange(const void* value, uint32_t size, uint32_t operation, const void* place);
-  void Multiply(const float* abc, float* d, const void* place);
+  void EnqueueProduct(MslAccumulator* sum, float a0, float a1, float b0, float b1,
+                      const void* place);
+  void RunProducts();
   void SimdgroupBarrier(uint32_t flags, const void* place);
   void ThreadgroupBarrier(uint32_t flags, const void* place);
-  void* ThreadgroupMemory(size_t size, const char* name);
+  void* ThreadgroupMemory(uint32_t id, size_t size, size_t alignment, const char* name);
   uint32_t lane() const { return current_ % kSimdWidth; }
-  const int32_t* constant(uint32_t index) const { return &launch_->constants[index]; }
+  int32_t constant(uint32_t index) const { return launch_->constants[index]; }
+
+  // Ends the threadgroup with an error. Called on a lane's stack.
+  [[noreturn]] void Fail(const std::string& reason);
 
   // For the checker.
+  static constexpr size_t kArenaBytes = 2 * kMaxThreadgroupBytes;  // room for red zones
   const KernelLaunch& launch() const { return *launch_; }
   Size3 position() const { return position_; }
   uint32_t current_thread() const { return current_; }
@@ -59,12 +67,17 @@ class ThreadgroupRunner {
   const char* threadgroup_memory() const { return arena_; }
 
  private:
+  static constexpr uint32_t kMaxQueued = 32;
   enum State : uint8_t { kRunning, kInSimdgroup, kAtBarrier, kDone };
 
-  // Where the lanes of a simdgroup meet. Two buffers in turn: a lane that has gone on to the
-  // next meeting must not overwrite what a slower one has still to read.
+  // Where the lanes of a simdgroup meet. Exchanges have two buffers in turn: a lane that has
+  // gone on to the next must not overwrite what a slower one has still to read. Products
+  // wait in a queue, so that one meeting pays for many of them.
   struct Simdgroup {
-    alignas(64) float matrices[2][3][64];
+    alignas(64) Product products[kMaxQueued];
+    const void* product_places[kMaxQueued];
+    uint32_t num_queued[kSimdWidth];  // per lane
+    uint32_t num_placed;              // products whose place is known
     alignas(64) char exchanged[2][kSimdWidth * 16];
     const void* place;
     uint32_t operation, waiting, size, turn;
@@ -74,14 +87,15 @@ class ThreadgroupRunner {
   // Registers this lane at a meeting; true for the last one, which must call Release.
   bool Arrive(Simdgroup& group, uint32_t operation, const void* place);
   void Release(Simdgroup& group);
+  void RunQueue(Simdgroup& group);
   void SwitchAway();
   bool FindRunnable(uint32_t* next);
-  [[noreturn]] void Fail(const std::string& reason);
 
   FiberStacks stacks_;
-  const Arithmetic& arithmetic_;
+  const RunProduct run_product_;
   const KernelLaunch* launch_ = nullptr;
   Size3 position_;
+  MslGroup group_;
   std::string error_;
   void* main_sp_ = nullptr;
   uint32_t num_threads_ = 0, current_ = 0, num_done_ = 0, num_at_barrier_ = 0;
@@ -90,11 +104,16 @@ class ThreadgroupRunner {
   uint32_t random_ = 1;
   State state_[kMaxThreads];
   void* sp_[kMaxThreads];
-  uint32_t allocated_[kMaxThreads];  // bytes of arena_ that a lane has passed
-  size_t threadgroup_bytes_ = 0;     // without the checker's red zones
-  size_t arena_used_ = 0;
+  // The kernel's threadgroup variables so far, by the id that the front end gave them.
+  struct Variable {
+    uint32_t id;
+    size_t start;  // in arena_
+  };
+  std::vector<Variable> variables_;
+  size_t threadgroup_bytes_ = 0;  // without the checker's red zones
+  size_t arena_used_ = kArenaBytes;
   std::unique_ptr<Simdgroup[]> simdgroups_;
-  alignas(64) char arena_[2 * kMaxThreadgroupBytes];  // twice: room for red zones
+  alignas(64) char arena_[kArenaBytes];
 };
 
 }  // namespace jfm

@@ -60,6 +60,7 @@ def build_library(flavour: str, output: Path) -> Path:
     request = build.Request(
         kernel_dir=FOLDER,
         only=None,
+        head_dims=None,
         flavour=flavour,
         target=build.TARGETS[build.host_target()],
         cache=build.default_cache(),

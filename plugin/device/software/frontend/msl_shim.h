@@ -1,10 +1,12 @@
 // The part of MSL's standard library that attention kernels use, in C++ for OpenCL: the
 // first include of every translated kernel file. Simd operations, matrix products and
-// barriers are calls of the runtime (kernel_abi.h); the rest is here. Checks of what MSL
+// barriers are calls of the runtime (msl_abi.h); the rest is here. Checks of what MSL
 // forbids are in rewrite.py and lint.py, except where a static_assert is natural.
 #pragma once
 
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
+
+#include "msl_abi.h"
 
 #define thread __private
 #define threadgroup __local
@@ -26,51 +28,6 @@ typedef ulong uint64_t;
 typedef ulong size_t;
 typedef long ptrdiff_t;
 typedef __bf16 bfloat;
-
-// ---------------------------------------------------------------- calls of the runtime
-
-// A rendezvous must stay where it is written, once.
-#define MSL_RENDEZVOUS __attribute__((convergent, noduplicate))
-
-extern "C" {
-// Constant within a lane: a lane never leaves the worker that it started on.
-__attribute__((const)) const thread int* __msl_function_constant(uint index);
-__attribute__((const)) uint __msl_lane(void);
-// The memory of a threadgroup variable, the same for all threads of a threadgroup.
-threadgroup void* __msl_threadgroup_alloc(ulong size, const constant char* name);
-// `flags` are those of mem_flags.
-MSL_RENDEZVOUS void __msl_threadgroup_barrier(uint flags);
-MSL_RENDEZVOUS void __msl_simdgroup_barrier(uint flags);
-// Gives the values of all lanes, one after the other, to each lane. They stay until the
-// lane's next call but one.
-MSL_RENDEZVOUS const thread void* __msl_exchange(const thread void* value, uint size,
-                                                 uint operation);
-// d = a * b + c, where `abc` holds this lane's two elements of each.
-MSL_RENDEZVOUS void __msl_multiply_accumulate(const thread float* abc, thread float* d);
-}
-
-#define MSL_SIMD_WIDTH 32
-
-// What the lanes of a simdgroup can meet for: tells calls of __msl_exchange apart.
-enum MslOperation {
-  kMslShuffle,
-  kMslShuffleXor,
-  kMslShuffleDown,
-  kMslShuffleUp,
-  kMslShuffleRotate,
-  kMslBroadcast,
-  kMslSum,
-  kMslProduct,
-  kMslMax,
-  kMslMin,
-  kMslAnd,
-  kMslOr,
-  kMslXor,
-  kMslPrefixSum,
-  kMslBallot,
-  kMslAny,
-  kMslAll,
-};
 
 namespace metal {
 
@@ -257,7 +214,7 @@ MSL_FLOAT_LIMITS(bfloat, 1.175494351e-38f, 3.3895313892515355e38f, 7.8125e-3f)
 template <typename T, uint index>
 struct __msl_constant {
   constexpr __msl_constant() constant {}
-  operator T() const constant { return T(*__msl_function_constant(index)); }
+  operator T() const constant { return T(__msl_function_constant(index)); }
 };
 
 // ---------------------------------------------------------------- common and math
@@ -389,27 +346,27 @@ MSL_INLINE T simd_shuffle(T value, ushort lane) {
 }
 template <typename T>
 MSL_INLINE T simd_shuffle_xor(T value, ushort mask) {
-  return __msl_all_lanes(value, kMslShuffleXor)[(__msl_lane() ^ mask) % MSL_SIMD_WIDTH];
+  return __msl_all_lanes(value, kMslShuffleXor)[(__msl_lane_index() ^ mask) % MSL_SIMD_WIDTH];
 }
 template <typename T>
 MSL_INLINE T simd_shuffle_down(T value, ushort delta) {
   const thread T* values = __msl_all_lanes(value, kMslShuffleDown);
-  const uint lane = __msl_lane() + delta;
+  const uint lane = __msl_lane_index() + delta;
   return lane < MSL_SIMD_WIDTH ? values[lane] : value;
 }
 template <typename T>
 MSL_INLINE T simd_shuffle_up(T value, ushort delta) {
   const thread T* values = __msl_all_lanes(value, kMslShuffleUp);
-  const uint lane = __msl_lane();
+  const uint lane = __msl_lane_index();
   return lane >= delta ? values[lane - delta] : value;
 }
 template <typename T>
 MSL_INLINE T simd_shuffle_rotate_down(T value, ushort delta) {
-  return __msl_all_lanes(value, kMslShuffleRotate)[(__msl_lane() + delta) % MSL_SIMD_WIDTH];
+  return __msl_all_lanes(value, kMslShuffleRotate)[(__msl_lane_index() + delta) % MSL_SIMD_WIDTH];
 }
 template <typename T>
 MSL_INLINE T simd_shuffle_rotate_up(T value, ushort delta) {
-  return __msl_all_lanes(value, kMslShuffleRotate)[(__msl_lane() - delta) % MSL_SIMD_WIDTH];
+  return __msl_all_lanes(value, kMslShuffleRotate)[(__msl_lane_index() - delta) % MSL_SIMD_WIDTH];
 }
 template <typename T>
 MSL_INLINE T simd_broadcast(T value, ushort lane) {
@@ -419,7 +376,7 @@ template <typename T>
 MSL_INLINE T simd_broadcast_first(T value) {
   return __msl_all_lanes(value, kMslBroadcast)[0];
 }
-inline bool simd_is_first() { return __msl_lane() == 0; }
+inline bool simd_is_first() { return __msl_lane_index() == 0; }
 
 // As a tree, lanes 16 apart first: the order of a GPU's butterfly.
 template <typename T>
@@ -456,14 +413,14 @@ template <typename T>
 inline T simd_prefix_inclusive_sum(T value) {
   const thread T* values = __msl_all_lanes(value, kMslPrefixSum);
   T sum = values[0];
-  for (uint i = 1; i <= __msl_lane(); ++i) sum = sum + values[i];
+  for (uint i = 1; i <= __msl_lane_index(); ++i) sum = sum + values[i];
   return sum;
 }
 template <typename T>
 inline T simd_prefix_exclusive_sum(T value) {
   const thread T* values = __msl_all_lanes(value, kMslPrefixSum);
   T sum = T(0);
-  for (uint i = 0; i < __msl_lane(); ++i) sum = sum + values[i];
+  for (uint i = 0; i < __msl_lane_index(); ++i) sum = sum + values[i];
   return sum;
 }
 
@@ -478,9 +435,9 @@ struct simd_vote {
   typedef ulong vote_t;
   vote_t bits_;
   explicit constexpr simd_vote(vote_t bits) : bits_(bits) {}
-  explicit constexpr operator vote_t() const thread { return bits_; }
-  constexpr bool all() const thread { return bits_ == 0xffffffffUL; }
-  constexpr bool any() const thread { return bits_ != 0; }
+  explicit constexpr operator vote_t() const { return bits_; }
+  constexpr bool all() const { return bits_ == 0xffffffffUL; }
+  constexpr bool any() const { return bits_ != 0; }
 };
 inline simd_vote simd_ballot(bool value) { return simd_vote(__msl_vote(value, kMslBallot)); }
 inline bool simd_any(bool value) { return __msl_vote(value, kMslAny) != 0; }
@@ -488,31 +445,58 @@ inline bool simd_all(bool value) { return __msl_vote(value, kMslAll) == 0xffffff
 
 // ---------------------------------------------------------------- simdgroup_matrix
 
-// Lane l holds elements (row, col) and (row, col + 1).
+// Lane l holds elements (row, col) and (row, col + 1). Products are added late, many at a
+// time: whoever looks at the elements of a matrix makes the simdgroup run those it waits for.
 template <typename T, int Cols, int Rows>
 struct simdgroup_matrix {
   static_assert(Cols == 8 && Rows == 8, "simdgroup_matrix: only 8x8 exists");
   static_assert(is_floating_point_v<T>, "simdgroup_matrix: half, bfloat or float");
 
-  simdgroup_matrix() {}
-  explicit simdgroup_matrix(T diagonal) {
+  MSL_INLINE simdgroup_matrix() {}
+  MSL_INLINE explicit simdgroup_matrix(T diagonal) {
     const int distance = row() - col();
     elements_[0] = distance == 0 ? diagonal : T(0.0f);
     elements_[1] = distance == 1 ? diagonal : T(0.0f);
   }
-  thread vec<T, 2>& thread_elements() thread { return elements_; }
-  const thread vec<T, 2>& thread_elements() const thread { return elements_; }
+  // Temporaries have no address space, hence the parameters without one.
+  MSL_INLINE simdgroup_matrix(const simdgroup_matrix& other) : elements_(other.settled()) {}
+  MSL_INLINE simdgroup_matrix& operator=(const simdgroup_matrix& other) {
+    const vec<T, 2> elements = other.settled();
+    settle();
+    elements_ = elements;
+    return *this;
+  }
+  MSL_INLINE ~simdgroup_matrix() { settle(); }
 
-  static int row() {
-    const int lane = int(__msl_lane());
+  MSL_INLINE thread vec<T, 2>& thread_elements() thread {
+    settle();
+    return elements_;
+  }
+  MSL_INLINE const thread vec<T, 2>& thread_elements() const thread {
+    settle();
+    return elements_;
+  }
+
+  MSL_INLINE static int row() {
+    const int lane = int(__msl_lane_index());
     return ((lane >> 2) & 4) | ((lane >> 1) & 3);
   }
-  static int col() {
-    const int lane = int(__msl_lane());
+  MSL_INLINE static int col() {
+    const int lane = int(__msl_lane_index());
     return ((lane >> 1) & 4) | ((lane & 1) << 1);
   }
 
+  MSL_INLINE void settle() const {
+    while (pending_ != 0) __msl_run_products();
+  }
+  MSL_INLINE vec<T, 2> settled() const {
+    settle();
+    return elements_;
+  }
+
+  // The layout of MslAccumulator if T is float; only then is pending_ ever not 0.
   vec<T, 2> elements_;
+  uint pending_ = 0;
 };
 
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
@@ -520,10 +504,18 @@ typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 
 template <typename T, int Cols, int Rows>
-inline simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T value) {
+MSL_INLINE simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T value) {
   simdgroup_matrix<T, Cols, Rows> matrix;
   matrix.elements_ = vec<T, 2>(value);
   return matrix;
+}
+
+template <typename To, typename From>
+MSL_INLINE void __msl_convert_matrix(thread simdgroup_matrix<To, 8, 8>& to,
+                                     const thread simdgroup_matrix<From, 8, 8>& from) {
+  const vec<From, 2> elements = from.thread_elements();
+  to.thread_elements()[0] = To(elements[0]);
+  to.thread_elements()[1] = To(elements[1]);
 }
 
 // d = a * b + c, summed in float.
@@ -534,13 +526,19 @@ MSL_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& 
                                               thread simdgroup_matrix<C, 8, 8>& c) {
   const vec<A, 2> x = a.thread_elements();
   const vec<B, 2> y = b.thread_elements();
-  const vec<C, 2> z = c.thread_elements();
-  const float abc[6] = {float(x[0]), float(x[1]), float(y[0]),
-                        float(y[1]), float(z[0]), float(z[1])};
-  float sum[2];
-  __msl_multiply_accumulate(abc, sum);
-  d.thread_elements()[0] = D(sum[0]);
-  d.thread_elements()[1] = D(sum[1]);
+  if constexpr (is_same_v<D, float>) {
+    if ((const thread void*)&d != (const thread void*)&c) __msl_convert_matrix(d, c);
+    ++d.pending_;
+    __msl_enqueue_product((thread MslAccumulator*)&d, float(x[0]), float(x[1]), float(y[0]),
+                          float(y[1]));
+  } else {
+    simdgroup_matrix<float, 8, 8> sum;
+    __msl_convert_matrix(sum, c);
+    ++sum.pending_;
+    __msl_enqueue_product((thread MslAccumulator*)&sum, float(x[0]), float(x[1]), float(y[0]),
+                          float(y[1]));
+    __msl_convert_matrix(d, sum);
+  }
 }
 
 template <typename D, typename A, typename B>
@@ -615,17 +613,30 @@ struct __msl_position {
   operator ushort3() const { return __msl_make<ushort3>(x, y, z); }
 };
 
-// jfm::LaneIds of kernel_abi.h.
-struct __msl_ids {
-  __msl_position threadgroup_, threadgroups, thread_, threads, position;
-  uint lane, simdgroup, index, simd_width;
-
+struct __msl_thread : MslThread {
+  __msl_buffer buffer(int index) const thread { return {group->buffers[index]}; }
+  uint lane_index() const thread { return lane; }
+  uint threads_per_simdgroup() const thread { return MSL_SIMD_WIDTH; }
+  uint simdgroup_index() const thread { return simdgroup; }
   uint simdgroups() const thread {
-    return (threads.x * threads.y * threads.z + simd_width - 1) / simd_width;
+    const uint threads = group->threads.x * group->threads.y * group->threads.z;
+    return (threads + MSL_SIMD_WIDTH - 1) / MSL_SIMD_WIDTH;
+  }
+  uint thread_index() const thread { return index; }
+  __msl_position thread_in_threadgroup() const thread { return of(position); }
+  __msl_position threadgroup_in_grid() const thread { return of(group->position); }
+  __msl_position threadgroups() const thread { return of(group->grid); }
+  __msl_position threads_per_threadgroup() const thread { return of(group->threads); }
+  __msl_position thread_in_grid() const thread {
+    return {group->position.x * group->threads.x + position.x,
+            group->position.y * group->threads.y + position.y,
+            group->position.z * group->threads.z + position.z};
   }
   __msl_position threads_per_grid() const thread {
-    return {threadgroups.x * threads.x, threadgroups.y * threads.y, threadgroups.z * threads.z};
+    return {group->grid.x * group->threads.x, group->grid.y * group->threads.y,
+            group->grid.z * group->threads.z};
   }
+  static __msl_position of(MslSize size) { return {size.x, size.y, size.z}; }
 };
 
 }  // namespace metal

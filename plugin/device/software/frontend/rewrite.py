@@ -157,24 +157,24 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
 # Attribute of a kernel parameter: the expression that its argument comes from.
 POSITION_ATTRIBUTES = {
-    "dispatch_threads_per_threadgroup": "ids_->threads",
-    "simdgroup_index_in_threadgroup": "ids_->simdgroup",
-    "simdgroups_per_threadgroup": "ids_->simdgroups()",
-    "thread_index_in_simdgroup": "ids_->lane",
-    "thread_index_in_threadgroup": "ids_->index",
-    "thread_position_in_grid": "ids_->position",
-    "thread_position_in_threadgroup": "ids_->thread_",
-    "threadgroup_position_in_grid": "ids_->threadgroup_",
-    "threadgroups_per_grid": "ids_->threadgroups",
-    "threads_per_grid": "ids_->threads_per_grid()",
-    "threads_per_simdgroup": "ids_->simd_width",
-    "threads_per_threadgroup": "ids_->threads",
+    "dispatch_threads_per_threadgroup": "threads_per_threadgroup()",
+    "simdgroup_index_in_threadgroup": "simdgroup_index()",
+    "simdgroups_per_threadgroup": "simdgroups()",
+    "thread_index_in_simdgroup": "lane_index()",
+    "thread_index_in_threadgroup": "thread_index()",
+    "thread_position_in_grid": "thread_in_grid()",
+    "thread_position_in_threadgroup": "thread_in_threadgroup()",
+    "threadgroup_position_in_grid": "threadgroup_in_grid()",
+    "threadgroups_per_grid": "threadgroups()",
+    "threads_per_grid": "threads_per_grid()",
+    "threads_per_simdgroup": "threads_per_simdgroup()",
+    "threads_per_threadgroup": "threads_per_threadgroup()",
 }
 ADDRESS_SPACES = ("thread", "threadgroup", "device", "constant")
-_NOT_IN_MSL = frozenset(
-    "asm catch delete double dynamic_cast free goto malloc new printf std thread_local "
-    "throw try typeid virtual".split()
-)
+_NOT_IN_MSL = {
+    *("asm", "catch", "delete", "double", "dynamic_cast", "free", "goto", "malloc"),
+    *("new", "printf", "std", "thread_local", "throw", "try", "typeid", "virtual"),
+}
 _VECTOR = re.compile(
     r"(bool|char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat)[234]"
 )
@@ -311,7 +311,9 @@ class _Unit:
             if msl_type not in ("bool", "int"):
                 self.error(i, f"function constant '{name}' must be bool or int")
             function_constant = f"metal::__msl_constant<{msl_type}, {match[1]}>"
-            self.replace(start, i + 1, f"constexpr constant {function_constant} {name}{{}}")
+            self.replace(
+                start, i + 1, f"constexpr constant {function_constant} {name}{{}}"
+            )
 
     def find_kernels(self) -> None:
         done = 0
@@ -454,8 +456,9 @@ class _Unit:
             start,
             end,
             f"threadgroup {element} (&{variable}){extent} = "
-            f"*(threadgroup {element} (*){extent})__msl_threadgroup_alloc("
-            f'sizeof({element}{extent}), "{variable}")',
+            f"*(threadgroup {element} (*){extent})__msl_threadgroup_memory("
+            f"{start}u, sizeof({element}{extent}), __alignof__({element}), "
+            f'"{variable}")',
         )
 
     def report_held_elements(self) -> None:
@@ -488,12 +491,12 @@ class _Unit:
             if self.value(i) in ("struct", "class")
         }
         for i, token in enumerate(self.code):
-            if token.value == "thread" and self.value(i - 1) == ")":
-                if self.value(self.opening(i - 1) - 1) in structs:
-                    token.text = ""
+            is_qualifier = token.value == "thread" and self.value(i - 1) == ")"
+            if is_qualifier and self.value(self.opening(i - 1) - 1) in structs:
+                token.text = ""
 
     def rewrite_vector_constructors(self) -> None:
-        """`float4(a, b)` -> `__msl_make<float4>(a, b)`: clang has no such constructor."""
+        """`float4(a, b)` -> `__msl_make<float4>(a, b)`; clang has no constructor."""
         aliases = self.vector_aliases()
         for i, token in enumerate(self.code):
             is_vec = token.value == "vec" and self.value(i + 1) == "<"
@@ -538,12 +541,14 @@ class _Unit:
             )
             lines.append(
                 f'extern "C" void {kernel.symbol}'
-                f"(const thread ulong* buffers_, const thread metal::__msl_ids* ids_) "
+                f"(const thread metal::__msl_thread* thread_) "
                 f"{{ {kernel.expression}({arguments}); }}\n"
             )
         return "".join(lines)
 
     def argument(self, parameter: Parameter) -> str:
         if match := _BUFFER.search(parameter.attribute):
-            return f"metal::__msl_buffer{{buffers_[{match[1]}]}}"
-        return POSITION_ATTRIBUTES.get(parameter.attribute, "")
+            return f"thread_->buffer({match[1]})"
+        return (
+            f"thread_->{POSITION_ATTRIBUTES.get(parameter.attribute, 'lane_index()')}"
+        )
