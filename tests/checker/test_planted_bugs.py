@@ -90,7 +90,7 @@ GUARDS: list[tuple[str, Bug]] = [
     ("error", Bug(
         "divergent-barrier", FORWARD,
         "threadgroup_barrier(mem_flags::mem_threadgroup);  // the K tile",
-        "if (lane != 3) threadgroup_barrier(mem_flags::mem_threadgroup);  // the K tile",
+        "if (lane) threadgroup_barrier(mem_flags::mem_threadgroup);  // the K tile",
     )),
     ("error", Bug(
         "divergent-shuffle", FORWARD,
