@@ -246,3 +246,79 @@ kernel void barrier_or_simd(device int* out [[buffer(0)]],
   }
   out[i] = x;
 }
+
+// ---------------------------------------------------------------- for the checker
+
+// A barrier of the whole simdgroup orders its lanes: no race.
+kernel void simdgroup_exchange(device float* out [[buffer(0)]],
+                               uint lane [[thread_index_in_simdgroup]],
+                               uint i [[thread_index_in_threadgroup]]) {
+  threadgroup float tile[64];
+  tile[i] = float(i);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  out[i] = tile[i ^ 1];
+}
+
+kernel void simdgroup_race(device float* out [[buffer(0)]],
+                           uint i [[thread_index_in_threadgroup]]) {
+  threadgroup float tile[64];
+  tile[i] = float(i);
+  simdgroup_barrier(mem_flags::mem_device);  // the other space
+  out[i] = tile[i ^ 1];
+}
+
+kernel void race_across_simdgroups(device float* out [[buffer(0)]],
+                                   uint i [[thread_index_in_threadgroup]]) {
+  threadgroup float tile[64];
+  tile[i] = float(i);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  out[i] = tile[i ^ 32];
+}
+
+kernel void race_of_threadgroups(device float* out [[buffer(0)]],
+                                 uint i [[thread_index_in_threadgroup]],
+                                 uint group [[threadgroup_position_in_grid]]) {
+  out[i] = float(group);
+}
+
+// Read by one threadgroup, then read and written by the next.
+kernel void late_write(device float* values [[buffer(0)]], device float* out [[buffer(1)]],
+                       uint i [[thread_index_in_threadgroup]],
+                       uint group [[threadgroup_position_in_grid]]) {
+  out[32 * group + i] = values[i];
+  if (group == 1) values[i] = 0.0f;
+}
+
+kernel void device_race(device float* out [[buffer(0)]],
+                        uint i [[thread_index_in_threadgroup]]) {
+  out[i] = 1.0f;
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // does not order device memory
+  out[i ^ 1] += 1.0f;
+}
+
+kernel void past_the_end(device float* out [[buffer(0)]], device const float* in [[buffer(1)]],
+                         uint i [[thread_index_in_threadgroup]]) {
+  out[i] = in[i + 1];
+}
+
+kernel void before_the_start(device float* out [[buffer(0)]],
+                             uint i [[thread_index_in_threadgroup]]) {
+  (out - 1)[i] = 1.0f;
+}
+
+kernel void past_an_array(device float* out [[buffer(0)]],
+                          uint i [[thread_index_in_threadgroup]]) {
+  threadgroup float first[32];
+  threadgroup float second[32];
+  first[i] = second[i] = 1.0f;
+  out[i] = first[i + 1];
+}
+
+kernel void reads_output(device float* out [[buffer(0)]],
+                         uint i [[thread_index_in_threadgroup]]) {
+  out[i] = out[i] + 1.0f;
+}
+
+kernel void wild(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
+  out[long(i) + (1L << 40)] = 1.0f;
+}

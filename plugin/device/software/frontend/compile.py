@@ -60,15 +60,14 @@ def compile_flags(flavour: str, machine: str) -> list[str]:
         *("-Wframe-larger-than=32768", "-Werror=frame-larger-than"),
     ]
     if flavour == "checker":
-        instrument = "-tsan-instrument-func-entry-exit=0"
-        flags += [
-            "-DJFM_CHECKER",
-            "-O1",
-            "-g",
-            "-fsanitize=thread",
-            "-mllvm",
-            instrument,
-        ]
+        flags += ["-DJFM_CHECKER", "-O1", "-g", "-fsanitize=thread"]
+        for option in (
+            "-tsan-instrument-func-entry-exit=0",
+            # By default a read is left out if a write to the same place follows; it may
+            # be a read of what was never written.
+            "-tsan-instrument-read-before-write",
+        ):
+            flags += ["-mllvm", option]
     else:
         flags += ["-O2"]
     return flags
