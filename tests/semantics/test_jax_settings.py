@@ -1,0 +1,46 @@
+"""Settings that users make globally do not break our own code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash_metal import flash_attention
+from tests.semantics import attention_cases as cases
+
+SETTINGS = {
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_enable_x64": True,
+    "jax_debug_nans": True,
+}
+CALLS = [("causal", "metal"), ("everything", None), ("sinks", "xla")]
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request):
+    before = getattr(jax.config, request.param)
+    jax.config.update(request.param, SETTINGS[request.param])
+    yield request.param
+    jax.config.update(request.param, before)
+
+
+@pytest.mark.parametrize(("case", "implementation"), CALLS)
+def test_gradient(setting, case, implementation):
+    rng = np.random.default_rng(7)
+    operands = cases.qkv(rng, np.dtype(np.float32))
+    options = cases.ALL[case](rng)
+
+    def loss(*operands):
+        out, logsumexp = flash_attention(
+            *operands,
+            **options,
+            return_logsumexp=True,
+            implementation=implementation,
+        )
+        assert out.dtype == logsumexp.dtype == jnp.float32
+        return jnp.sum(out)
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2))(*operands)
+    assert all(g.dtype == jnp.float32 for g in gradients)
+    assert all(np.isfinite(np.asarray(g)).all() for g in gradients)
