@@ -44,7 +44,7 @@ test-all: lint build ## every test, the slow ones too, and every corner of JAX v
 
 wheels: setup ## wheels for Linux x86-64 and aarch64, in dist/
 	@for target in linux-x86_64 linux-aarch64; do \
-	  JAX_FLASH_METAL_TARGET=$$target $(PY) -m pip wheel --quiet --disable-pip-version-check \
+	  JAX_FLASH_METAL_TARGET=$$target $(PY) -m pip wheel -qq --disable-pip-version-check \
 	    --no-deps --no-build-isolation --wheel-dir dist . || exit 1; \
 	done
 	@ls dist

@@ -6,7 +6,10 @@ checker.
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -145,8 +148,21 @@ _BARRIER = "race|uninitialized read|numbers"
 BUGS = [(_BARRIER, bug) for bug in barrier_bugs()] + GUARDS
 
 
+# A process per library: a bug may well write where it must not.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tests.checker.checked"])
+
+
 def first_findings(kernel_dir: Path) -> list[Finding]:
     """What is wrong in the first case and lane order in which anything is."""
+    with ProcessPoolExecutor(1, mp_context=_PROCESSES) as pool:
+        try:
+            return pool.submit(_first_findings, kernel_dir).result()
+        except BrokenProcessPool:
+            return [Finding("crash", "the process that ran the kernels died")]
+
+
+def _first_findings(kernel_dir: Path) -> list[Finding]:
     library = library_of(kernel_dir)
     for case in CASES:
         for lane_order in LANE_ORDERS:

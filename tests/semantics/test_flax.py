@@ -94,7 +94,7 @@ def test_linen_sow_weights_takes_flax():
         module.apply(variables, x, sow_weights=True, mutable=["intermediates"])
         for module in (ours, theirs)
     ]
-    close(*results, tolerance=1e-6)
+    close(*results)
     assert jax.tree.leaves(results[0][1])
 
 
@@ -179,7 +179,7 @@ def test_grouped_heads_and_several_batch_dimensions():
     out = dot_product_attention(query, key, value, bias, mask)
     for i in range(3):
         one = dot_product_attention(query[i], key[i], value[i], bias[i], mask[0])
-        close(out[i], one, tolerance=1e-6)
+        close(out[i], one)
 
 
 REASONS = {

@@ -57,7 +57,7 @@ def assert_matches(
     if baseline is not None:
         baseline_error = _error(baseline.astype(np.float64), expected).max()
         factor = tolerances.BASELINE_FACTOR[kind]
-        floor = tolerances.BASELINE_FLOOR[dtype] * max(size, np.abs(finite).max())
+        floor = tolerances.baseline_floor(dtype, kind) * max(size, np.abs(finite).max())
         limit = factor * baseline_error + floor
 
     broken = []

@@ -69,9 +69,15 @@ def check(implementation, case):
 
 def size_of(name, case):
     """The `size` of a result for assert_matches."""
-    if name in ("dquery", "dkey"):
-        return tolerances.score_gradient_size(case.options["scale"], case.width)
-    return 1.0
+    if name not in ("dquery", "dkey"):
+        return 1.0
+    rows_per_key = 1.0
+    if name == "dkey":
+        num_groups = case.num_heads // case.num_kv_heads
+        rows_per_key = case.q_len * num_groups / max(1, case.kv_len)
+    return tolerances.score_gradient_size(
+        case.options["scale"], case.width, rows_per_key
+    )
 
 
 def _compare(case, names, actual, expected, plain):
