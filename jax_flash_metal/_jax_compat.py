@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.ad_checkpoint
 import jax.extend.core
+from jax._src import dispatch
 from jax.core import ShapedArray
 from jax.interpreters import batching, mlir
 
@@ -23,11 +24,16 @@ except ImportError:
 
     ffi = jax.extend.ffi
 
+# Runs one primitive outside jit. Not public, and not to be built from public parts: a
+# plain jax.jit of the primitive calls itself without end under jax.disable_jit() and
+# when jax_debug_nans looks for the operation that made a NaN.
+apply_primitive: Any = dispatch.apply_primitive
 checkpoint_name: Any = jax.ad_checkpoint.checkpoint_name
 primitive: Any = jax.extend.core.Primitive
 
 __all__ = [
     "ShapedArray",
+    "apply_primitive",
     "batching",
     "checkpoint_name",
     "ffi",

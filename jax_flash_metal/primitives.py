@@ -19,7 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash_metal import lowering
-from jax_flash_metal._jax_compat import ShapedArray, batching, primitive
+from jax_flash_metal._jax_compat import (
+    ShapedArray,
+    apply_primitive,
+    batching,
+    primitive,
+)
 from jax_flash_metal.config import AttentionConfig
 
 Array = jax.Array
@@ -106,8 +111,7 @@ def _batching_rule(
 def _register(prim: Any, abstract_eval: Callable[..., list[ShapedArray]]) -> None:
     prim.multiple_results = True
     prim.def_abstract_eval(abstract_eval)
-    # Outside jit: a program of this one operation, cached by jit as any other.
-    prim.def_impl(jax.jit(prim.bind, static_argnames="config"))
+    prim.def_impl(functools.partial(apply_primitive, prim))
     batching.primitive_batchers[prim] = functools.partial(_batching_rule, prim)
 
 
