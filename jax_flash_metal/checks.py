@@ -121,19 +121,30 @@ def mask(x: Any, scores_shape: tuple[int, ...]) -> Array:
     return a
 
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
 def number(name: str, x: Any) -> float:
     """A static float."""
-    if isinstance(x, (bool, str)) or x is None or is_tracer(x):
+    if isinstance(x, (bool, np.bool_, str, bytes)) or x is None or is_tracer(x):
         raise TypeError(
             f"{name} must be a Python number (it is compiled into the program), "
             f"but got {type(x).__name__}."
         )
     try:
-        return float(x)
+        result = float(x)
+    except OverflowError:
+        result = math.inf
     except (TypeError, ValueError):
         raise TypeError(
             f"{name} must be a Python number, but got {type(x).__name__}."
         ) from None
+    # Beyond float32 it would be inf in the program, where scores are float32.
+    if math.isfinite(result) and abs(result) > _FLOAT32_MAX:
+        raise ValueError(
+            f"{name} must be within the range of float32, but got {name}={result}."
+        )
+    return result
 
 
 def flag(name: str, x: Any) -> bool:

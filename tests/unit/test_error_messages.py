@@ -171,6 +171,22 @@ WRONG_CALLS = {
         ValueError,
         "scale must be finite, but got scale=nan.",
     ),
+    "scale_beyond_float32": (
+        {"scale": 1e39},
+        ValueError,
+        "scale must be within the range of float32, but got scale=1e+39.",
+    ),
+    "scale_beyond_float64": (
+        {"scale": 10**400},
+        ValueError,
+        "scale must be finite, but got scale=inf.",
+    ),
+    "scale_numpy_bool": (
+        {"scale": np.True_},
+        TypeError,
+        "scale must be a Python number (it is compiled into the program), but got "
+        f"{type(np.True_).__name__}.",
+    ),
     "is_causal_kind": (
         {"is_causal": 1},
         TypeError,
