@@ -229,12 +229,14 @@ def prepare(
     dropout_rate: Any = 0.0,
     dropout_key: Any = None,
     broadcast_dropout: bool = False,
+    outer_batch_index: Any = 0,
     implementation: Any = None,
 ) -> tuple[AttentionOperands, AttentionConfig]:
     """Checks everything; gives every operand a batch dimension.
 
-    broadcast_dropout (not public): one set of dropout bits for all batch indices and
-    heads, as Flax has it.
+    Not public: broadcast_dropout, one set of dropout bits for all batch indices and
+    heads, as Flax has it; outer_batch_index, where this call stands in a larger batch,
+    whose elements must not get the same bits.
     """
     query = checks.array("query", query)
     key = checks.array("key", key)
@@ -284,7 +286,9 @@ def prepare(
     if rate:
         operands["dropout_key"] = dropout_key
         step = 0 if broadcast_dropout else 1
-        operands["dropout_batch_indices"] = step * jnp.arange(batch_size)
+        operands["dropout_batch_indices"] = step * (
+            outer_batch_index * batch_size + jnp.arange(batch_size)
+        )
         operands["dropout_head_indices"] = step * jnp.arange(num_heads)
 
     config = AttentionConfig(

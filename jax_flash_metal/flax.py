@@ -177,7 +177,12 @@ def _attend(arguments: Mapping[str, Any], finish: Callable[..., Array]) -> Array
     deterministic = arguments["deterministic"]
 
     def attend(
-        query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None,
+        mask: Array | None,
+        outer_batch_index: Any,
     ) -> Array:
         operands, config = api.prepare(
             query,
@@ -189,12 +194,13 @@ def _attend(arguments: Mapping[str, Any], finish: Callable[..., Array]) -> Array
             dropout_rate=0.0 if deterministic else arguments["dropout_rate"],
             dropout_key=None if deterministic else arguments["dropout_rng"],
             broadcast_dropout=arguments["broadcast_dropout"],
+            outer_batch_index=outer_batch_index,
             implementation=arguments["implementation"],
         )
         out = finish(operands, config)
         return out.reshape(query.shape[:-3] + out.shape[-3:])
 
-    return _over_batch(attend, query, key, value, arguments["bias"], mask)
+    return _over_batch(attend, query, key, value, arguments["bias"], mask, 0)
 
 
 def _over_batch(
@@ -204,14 +210,16 @@ def _over_batch(
     value: Array,
     bias: Array | None,
     mask: Array | None,
+    index: Any,
 ) -> Array:
     """Maps `attend`, which takes one batch dimension, over the further ones.
 
-    A dimension of size 1 of bias or mask is dropped, not repeated.
+    A dimension of size 1 of bias or mask is dropped, not repeated. `index` counts the
+    elements of the dimensions mapped so far.
     """
     rank = query.ndim
     if rank <= 4:
-        return attend(query, key, value, bias, mask)
+        return attend(query, key, value, bias, mask, index)
 
     def mapped(a: Array | None) -> bool:
         return a is not None and a.ndim == rank and a.shape[0] != 1
@@ -219,7 +227,8 @@ def _over_batch(
     def drop(a: Array | None) -> Array | None:
         return a[0] if a is not None and a.ndim == rank and a.shape[0] == 1 else a
 
+    size = query.shape[0]
     return jax.vmap(
         functools.partial(_over_batch, attend),
-        in_axes=(0, 0, 0, 0 if mapped(bias) else None, 0 if mapped(mask) else None),
-    )(query, key, value, drop(bias), drop(mask))
+        in_axes=(0, 0, 0, 0 if mapped(bias) else None, 0 if mapped(mask) else None, 0),
+    )(query, key, value, drop(bias), drop(mask), index * size + jnp.arange(size))

@@ -229,3 +229,17 @@ def test_custom_einsum_takes_flax(caplog):
         out = dot_product_attention(x, x, x, **einsums, is_causal=True)
     assert "flax.dot_product_attention takes Flax's own: qk_attn" in caplog.text
     close(out, dot_product_attention(x, x, x, is_causal=True))
+
+
+def test_dropout_bits_differ_over_every_batch_dimension():
+    x = jnp.ones((2, 3, 8, 2, 4))
+    out = dot_product_attention(
+        x,
+        x,
+        x,
+        dropout_rng=jax.random.key(0),
+        dropout_rate=0.5,
+        broadcast_dropout=False,
+    )
+    kept = np.asarray(out).reshape(6, -1)
+    assert len({row.tobytes() for row in kept}) == 6
