@@ -26,7 +26,7 @@ BASELINE_FACTOR = {OUT: 2, LOGSUMEXP: 2, GRADIENT: 3, DBIAS: 3}
 # rounding of a float32 result of 24 is 1e-6 already, and a sum over 1600 rows has many:
 # dvalue of 200 queries x 8 heads was 4.5e-5 off, 3.4e-5 of it in any sequential sum.)
 BASELINE_FLOOR = {FLOAT32: 1e-6, FLOAT16: 1e-5, BFLOAT16: 1e-4}
-# Gradients chain three products. With a factor of 1, 43 of the grid's 21870 cases were
+# Gradients chain three products. With a factor of 1, 42 of the grid's 21870 cases were
 # over the limit, by 1.01 to 2 times, where plain attention had been lucky (float32
 # dquery of one key, d192: 2.4e-6 against 2.7e-8).
 GRADIENT_FLOOR_FACTOR = 3
