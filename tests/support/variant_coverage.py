@@ -68,6 +68,7 @@ def _is_whole_run(config) -> bool:
         options.keyword
         or options.markexpr not in ("", "not slow")
         or options.deselect
+        or options.ignore
         or options.collectonly
         or getattr(options, "lf", False)
     )
