@@ -26,32 +26,21 @@ from typing import Any
 from plugin import build
 from plugin.device.software import frontend
 from plugin.device.software.frontend import rewrite
+from plugin.device.software.frontend.rewrite import SourceError
 
 MAX_THREADGROUP_BYTES = 32768
 MAX_BUFFER_INDEX = 30
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Finding:
-    """One violated rule, at a place in the Metal source."""
-
-    file: str
-    line: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: error: {self.message}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """What lint_text() has to say about one translation unit."""
 
-    findings: list[Finding]
+    findings: list[SourceError]
     threadgroup_bytes: dict[str, int]  # by host_name
 
 
-def lint(paths: Iterable[Path]) -> list[Finding]:
+def lint(paths: Iterable[Path]) -> list[SourceError]:
     """Findings of all files, sorted; kernel templates need a variants.toml beside."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         reports = list(pool.map(lint_file, paths))
@@ -79,7 +68,7 @@ def lint_text(text: str, name: str, *, include_dirs: Sequence[Path]) -> Report:
             return Report(_diagnostics(str(error), {}), {})
         preprocessed = preprocessed.replace(f'"{source}', f'"{name}_unit.metal')
         translation = frontend.translate(preprocessed, name)
-        findings = [Finding(e.file, e.line, e.message) for e in translation.errors]
+        findings = list(translation.errors)
         findings += _word_findings(rewrite.tokenize(preprocessed))
         for kernel in translation.functions:
             findings += _signature_findings(kernel)
@@ -138,7 +127,7 @@ class _LineMap:
         return self.places[line] if line < len(self.places) else ("?", 0)
 
 
-def _diagnostics(messages: str, maps: dict[str, _LineMap]) -> list[Finding]:
+def _diagnostics(messages: str, maps: dict[str, _LineMap]) -> list[SourceError]:
     """Clang's errors and warnings; places in a mapped file go back to its sources."""
     findings = []
     for row in messages.splitlines():
@@ -150,7 +139,7 @@ def _diagnostics(messages: str, maps: dict[str, _LineMap]) -> list[Finding]:
             file, line = maps[file][line]
         if file.startswith("<") and match[3] == "warning":
             continue  # in an entry point, which the rewriter wrote
-        findings.append(Finding(file, line, f"{match[4]} [clang]"))
+        findings.append(SourceError(file, line, f"{match[4]} [clang]"))
     return findings
 
 
@@ -167,7 +156,7 @@ _UNAVAILABLE = frozenset(
 _LONG_DOUBLE = re.compile(r"(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?[lL]")
 
 
-def _word_findings(tokens: Iterable[rewrite.Token]) -> Iterator[Finding]:
+def _word_findings(tokens: Iterable[rewrite.Token]) -> Iterator[SourceError]:
     """Words and literals that only our compiler knows."""
     code = [token for token in tokens if token.kind not in ("space", "marker")]
     for token, following in zip(code, [*code[1:], code[0]]):
@@ -176,7 +165,9 @@ def _word_findings(tokens: Iterable[rewrite.Token]) -> Iterator[Finding]:
             word in _UNAVAILABLE or (word == "private" and following.value != ":")
         )
         if not_ours or (token.kind == "number" and _LONG_DOUBLE.fullmatch(word)):
-            yield Finding(token.file, token.line, f"'{word}' is not available in MSL")
+            yield SourceError(
+                token.file, token.line, f"'{word}' is not available in MSL"
+            )
 
 
 # -- Rules of kernel signatures ------------------------------------------------------
@@ -185,7 +176,7 @@ _SCALARS = ("uint", "ushort")
 _POSITIONS = tuple(f"{scalar}{n}" for scalar in _SCALARS for n in ("", 2, 3))
 
 
-def _signature_findings(kernel: rewrite.KernelFunction) -> Iterator[Finding]:
+def _signature_findings(kernel: rewrite.KernelFunction) -> Iterator[SourceError]:
     """What a kernel's parameters may be, beyond having an attribute at all."""
     used: set[str] = set()
     widths: set[str] = set()
@@ -209,10 +200,10 @@ def _signature_findings(kernel: rewrite.KernelFunction) -> Iterator[Finding]:
             elif not is_index:
                 widths.add(parameter.type[-1] if parameter.type[-1] in "23" else "1")
         if problem:
-            yield Finding(parameter.file, parameter.line, problem)
+            yield SourceError(parameter.file, parameter.line, problem)
     if len(widths) > 1:
         message = "the positions of a kernel must have the same number of components"
-        yield Finding(kernel.file, kernel.line, message)
+        yield SourceError(kernel.file, kernel.line, message)
 
 
 def _buffer_problem(parameter: rewrite.Parameter, index: str, used: set[str]) -> str:
@@ -334,7 +325,7 @@ class _TreeRules:
         self.main_file = main_file
         self.symbols = symbols  # of the entry points
         self.lines = lines
-        self.findings: list[Finding] = []
+        self.findings: list[SourceError] = []
         self.file, self.line = "", 0
         self.first_declaration: dict[str, str] = {}  # id: id of the first
         self.names: dict[str, str] = {}
@@ -430,7 +421,7 @@ class _TreeRules:
     # ---- rules
 
     def _find(self, place: tuple[str, int], message: str) -> None:
-        self.findings.append(Finding(*place, message))
+        self.findings.append(SourceError(*place, message))
 
     def _check(
         self,

@@ -57,9 +57,9 @@ class KernelInfo:
     expression: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class SourceError:
-    """A violation of MSL that the token pass sees."""
+    """A violation of MSL, at a place in the Metal source."""
 
     file: str
     line: int
