@@ -9,8 +9,25 @@
 namespace jfm {
 
 // The numeric values are those of XLA_FFI_Error_Code (and absl::StatusCode).
-enum class Code { kOk = 0, kInvalidArgument = 3, kNotFound = 5, kResourceExhausted = 8,
-                  kFailedPrecondition = 9, kUnimplemented = 12, kInternal = 13 };
+enum class Code {
+  kOk = 0,
+  kCancelled = 1,
+  kUnknown = 2,
+  kInvalidArgument = 3,
+  kDeadlineExceeded = 4,
+  kNotFound = 5,
+  kAlreadyExists = 6,
+  kPermissionDenied = 7,
+  kResourceExhausted = 8,
+  kFailedPrecondition = 9,
+  kAborted = 10,
+  kOutOfRange = 11,
+  kUnimplemented = 12,
+  kInternal = 13,
+  kUnavailable = 14,
+  kDataLoss = 15,
+  kUnauthenticated = 16,
+};
 
 class [[nodiscard]] Status {
  public:

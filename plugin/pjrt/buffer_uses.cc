@@ -1,0 +1,113 @@
+// One map under one lock; empty, and then free of charge, when nothing is pending.
+#include "plugin/pjrt/buffer_uses.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <unordered_map>
+
+#include "plugin/pjrt/host.h"
+
+namespace jfm::pjrt {
+namespace {
+
+struct Use {
+  int count = 0;
+  bool is_deleted = false;    // for the caller
+  bool is_destroyed = false;  // the caller will not name it again
+};
+
+std::mutex mutex;  // guards `uses`
+std::condition_variable& released = *new std::condition_variable;
+auto& uses = *new std::unordered_map<PJRT_Buffer*, Use>;
+// uses.size(), to be read without the lock: a caller that has a buffer has also seen the
+// end of the Execute that put it into the map.
+std::atomic<size_t> num_uses{0};
+
+Use* Find(PJRT_Buffer* buffer) {
+  const auto found = uses.find(buffer);
+  return found == uses.end() ? nullptr : &found->second;
+}
+
+Status GivenAway() { return InvalidArgument("Buffer has been deleted or donated."); }
+
+}  // namespace
+
+Status AcquireBuffers(const std::vector<PJRT_Buffer*>& arguments,
+                      const std::vector<bool>& donated) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (PJRT_Buffer* buffer : arguments) {
+    const Use* use = Find(buffer);
+    if (use != nullptr && use->is_deleted) return GivenAway();
+  }
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    Use& use = uses[arguments[i]];
+    ++use.count;
+    if (donated[i]) use.is_deleted = true;
+  }
+  num_uses.store(uses.size());
+  return {};
+}
+
+void ReleaseBuffers(const Host& host, const std::vector<PJRT_Buffer*>& arguments) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (PJRT_Buffer* buffer : arguments) {
+    Use& use = uses[buffer];
+    if (--use.count > 0) continue;
+    // Under the lock, so that nobody sees it undeleted in between. Both calls are quick.
+    if (use.is_deleted) {
+      PJRT_Buffer_Delete_Args args = {};
+      args.buffer = buffer;
+      (void)host.Call(args);  // deleted already, where the host reused its memory
+    }
+    if (use.is_destroyed) {
+      PJRT_Buffer_Destroy_Args args = {};
+      args.buffer = buffer;
+      (void)host.Call(args);
+    }
+    uses.erase(buffer);
+  }
+  num_uses.store(uses.size());
+  released.notify_all();
+}
+
+bool DeleteLater(PJRT_Buffer* buffer) {
+  if (num_uses.load() == 0) return false;
+  std::lock_guard<std::mutex> lock(mutex);
+  Use* use = Find(buffer);
+  if (use == nullptr) return false;
+  use->is_deleted = true;
+  return true;
+}
+
+bool DestroyLater(PJRT_Buffer* buffer) {
+  if (num_uses.load() == 0) return false;
+  std::lock_guard<std::mutex> lock(mutex);
+  Use* use = Find(buffer);
+  if (use == nullptr) return false;
+  use->is_destroyed = true;
+  return true;
+}
+
+bool IsGivenAway(PJRT_Buffer* buffer) {
+  if (num_uses.load() == 0) return false;
+  std::lock_guard<std::mutex> lock(mutex);
+  const Use* use = Find(buffer);
+  return use != nullptr && use->is_deleted;
+}
+
+Status PrepareForHost(PJRT_Buffer* const* arguments, size_t num_arguments, bool may_overwrite) {
+  if (num_uses.load() == 0) return {};
+  std::unique_lock<std::mutex> lock(mutex);
+  for (size_t i = 0; i < num_arguments; ++i) {
+    const Use* use = Find(arguments[i]);
+    if (use != nullptr && use->is_deleted) return GivenAway();
+  }
+  if (!may_overwrite) return {};
+  for (size_t i = 0; i < num_arguments; ++i) {
+    released.wait(lock, [&] { return Find(arguments[i]) == nullptr; });
+  }
+  return {};
+}
+
+}  // namespace jfm::pjrt

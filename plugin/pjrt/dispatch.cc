@@ -1,0 +1,253 @@
+// The life of one execution, from the caller's handles to results or an error.
+#include "plugin/pjrt/dispatch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <unordered_map>
+#include <utility>
+
+#include "plugin/c_boundary.h"
+#include "plugin/pjrt/buffer_uses.h"
+#include "plugin/pjrt/custom_call/ffi_extension.h"
+#include "plugin/pjrt/executor.h"
+#include "plugin/pjrt/work_queue.h"
+
+namespace jfm::pjrt {
+namespace {
+
+std::atomic<int64_t> num_executions{0};
+
+// What a plan needs of its caller, kept until it is done.
+struct Execution {
+  std::shared_ptr<const Program> program;
+  std::vector<PJRT_Buffer*> arguments;
+  std::vector<bool> donated;
+  UserData user_data;
+  int64_t run_id = 0;
+};
+
+// Which arguments the caller gives away this time.
+std::vector<bool> DonatedArguments(const Program& program,
+                                   const PJRT_LoadedExecutable_Execute_Args& args) {
+  std::vector<bool> donated = program.donates();
+  const PJRT_ExecuteOptions& options = *args.options;
+  for (size_t i = 0; i < options.num_non_donatable_input_indices; ++i) {
+    const size_t index = static_cast<size_t>(options.non_donatable_input_indices[i]);
+    if (index < donated.size()) donated[index] = false;
+  }
+  return donated;
+}
+
+std::vector<BufferRef> ReferTo(const Host& host, const Execution& execution) {
+  std::vector<BufferRef> references;
+  references.reserve(execution.arguments.size());
+  // An argument that is passed twice is one buffer, and then has two references.
+  std::unordered_map<PJRT_Buffer*, BufferRef> seen;
+  for (size_t i = 0; i < execution.arguments.size(); ++i) {
+    BufferRef& reference = seen[execution.arguments[i]];
+    if (reference == nullptr) {
+      reference = std::make_shared<HostBuffer>(host, execution.arguments[i],
+                                               execution.donated[i]
+                                                   ? HostBuffer::Owner::kCallerDonates
+                                                   : HostBuffer::Owner::kCaller);
+    }
+    references.push_back(reference);
+  }
+  return references;
+}
+
+// Runs the plan. The results are owned, each by its own handle.
+Result<std::vector<BufferRef>> Run(const Execution& execution) {
+  const Program& program = *execution.program;
+  ExecuteContext context;
+  context.user_data = execution.user_data.empty() ? nullptr : &execution.user_data;
+  context.run_id = execution.run_id;
+  Result<std::vector<BufferRef>> results =
+      RunProgram(program, ReferTo(*program.device().host, execution), context);
+  if (!results.ok()) return results;
+  for (size_t i = 0; i < results->size(); ++i) {
+    BufferRef& result = (*results)[i];
+    // Also held elsewhere: an argument passed through, a constant, or a result twice.
+    if (result->is_owned() && result.use_count() == 1) continue;
+    Result<BufferRef> copy =
+        CopyBuffer(program.device(), program.access(), result, program.output_types()[i]);
+    if (!copy.ok()) return copy.status();
+    result = std::move(*copy);
+  }
+  return results;
+}
+
+Status RunAndWait(const Execution& execution, std::vector<BufferRef>* results) {
+  Status status = WithoutExceptions([&]() -> Status {
+    Result<std::vector<BufferRef>> run = Run(execution);
+    if (!run.ok()) return run.status();
+    *results = std::move(*run);
+    for (const BufferRef& result : *results) {
+      if (Status ready = result->Await(); !ready.ok()) return ready;
+    }
+    return {};
+  });
+  ReleaseBuffers(*execution.program->device().host, execution.arguments);
+  return status;
+}
+
+// -- Later ----------------------------------------------------------------------------
+
+bool CanRunLater(const Host& host) {
+  return host.Has(Slot::kClient_CreateAliasBuffer) && host.Has(Slot::kClient_FulfillAliasBuffer) &&
+         host.Has(Slot::kEvent_Create) && host.Has(Slot::kEvent_Set);
+}
+
+// A result that does not exist yet: the caller has a handle, we have its promise.
+struct Promise {
+  PJRT_Buffer* handle = nullptr;
+  PJRT_FulfillAliasBufferCallback* fulfill = nullptr;
+};
+
+Result<Promise> NewPromise(const Device& device, const TensorType& type) {
+  RowMajorLayout layout(type.dims.size());
+  PJRT_Client_CreateAliasBuffer_Args args = {};
+  args.client = device.client;
+  args.memory = device.memory;
+  args.shape_dims = type.dims.data();
+  args.shape_num_dims = type.dims.size();
+  args.shape_element_type = BufferTypeOf(type.dtype);
+  args.shape_layout = layout.get();
+  if (Status status = device.host->Call(args); !status.ok()) return status;
+  return Promise{args.alias_buffer, args.fulfill_alias_buffer_cb};
+}
+
+void Fulfill(const Device& device, const Promise& promise, const BufferRef& result,
+             const Status& status) {
+  PJRT_Client_FulfillAliasBuffer_Args args = {};
+  args.client = device.client;
+  args.buffer = result == nullptr ? nullptr : result->handle();
+  args.status_code = static_cast<PJRT_ErrorCode>(status.code());
+  args.error_message = status.message().data();
+  args.error_message_size = status.message().size();
+  args.fulfill_alias_buffer_cb = promise.fulfill;
+  // With an error status the host returns that very error: nothing to act on.
+  (void)device.host->Call(args);
+}
+
+void SetEvent(const Host& host, PJRT_Event* event, const Status& status) {
+  PJRT_Event_Set_Args args = {};
+  args.event = event;
+  args.error_code = static_cast<PJRT_ErrorCode>(status.code());
+  args.error_message = status.message().data();
+  args.error_message_size = status.message().size();
+  (void)host.Call(args);
+}
+
+void DestroyBuffer(const Host& host, PJRT_Buffer* buffer) {
+  PJRT_Buffer_Destroy_Args args = {};
+  args.buffer = buffer;
+  (void)host.Call(args);
+}
+
+void RunAndFulfill(const Execution& execution, const std::vector<Promise>& promises,
+                   PJRT_Event* done) {
+  const Device& device = execution.program->device();
+  std::vector<BufferRef> results;
+  const Status status = RunAndWait(execution, &results);
+  for (size_t i = 0; i < promises.size(); ++i) {
+    Fulfill(device, promises[i], status.ok() ? results[i] : nullptr, status);
+  }
+  if (done != nullptr) SetEvent(*device.host, done, status);
+}
+
+Status StartLater(Execution execution, PJRT_LoadedExecutable_Execute_Args& args) {
+  const Device& device = execution.program->device();
+  std::vector<Promise> promises;
+  PJRT_Event_Create_Args event = {};
+  const Status prepared = [&]() -> Status {
+    for (const TensorType& type : execution.program->output_types()) {
+      Result<Promise> promise = NewPromise(device, type);
+      if (!promise.ok()) return promise.status();
+      promises.push_back(*promise);
+    }
+    return args.device_complete_events == nullptr ? Status() : device.host->Call(event);
+  }();
+  if (!prepared.ok()) {
+    for (const Promise& promise : promises) {
+      Fulfill(device, promise, nullptr, prepared);
+      DestroyBuffer(*device.host, promise.handle);
+    }
+    ReleaseBuffers(*device.host, execution.arguments);
+    return prepared;
+  }
+  for (size_t i = 0; i < promises.size(); ++i) args.output_lists[0][i] = promises[i].handle;
+  if (args.device_complete_events != nullptr) args.device_complete_events[0] = event.event;
+  RunLater([execution = std::move(execution), promises = std::move(promises),
+            done = event.event] { RunAndFulfill(execution, promises, done); });
+  return {};
+}
+
+// -- Now --------------------------------------------------------------------------------
+
+// An event that is ready: one of the host's, as it may know no other kind.
+Result<PJRT_Event*> ReadyEvent(const Device& device) {
+  static const int32_t zero = 0;
+  PJRT_Client_BufferFromHostBuffer_Args args = {};
+  args.client = device.client;
+  args.data = &zero;
+  args.type = PJRT_BufferType_S32;
+  args.host_buffer_semantics = PJRT_HostBufferSemantics_ImmutableOnlyDuringCall;
+  args.device = device.device;
+  if (Status status = device.host->Call(args); !status.ok()) return status;
+  DestroyBuffer(*device.host, args.buffer);
+  return args.done_with_host_buffer;
+}
+
+Status RunNow(const Execution& execution, PJRT_LoadedExecutable_Execute_Args& args) {
+  std::vector<BufferRef> results;
+  if (Status status = RunAndWait(execution, &results); !status.ok()) return status;
+  if (args.device_complete_events != nullptr) {
+    Result<PJRT_Event*> event = ReadyEvent(execution.program->device());
+    if (!event.ok()) return event.status();
+    args.device_complete_events[0] = *event;
+  }
+  for (size_t i = 0; i < results.size(); ++i) args.output_lists[0][i] = results[i]->Release();
+  return {};
+}
+
+}  // namespace
+
+int64_t NumExecutions() { return num_executions.load(std::memory_order_relaxed); }
+
+Status ExecuteProgram(const std::shared_ptr<const Program>& program,
+                      PJRT_LoadedExecutable_Execute_Args& args) {
+  if (args.num_devices != 1) {
+    return Unimplemented("programs with custom calls run on one device, but got " +
+                         std::to_string(args.num_devices) + ".");
+  }
+  const size_t num_inputs = program->donates().size();
+  if (args.num_args != num_inputs) {
+    return InvalidArgument("the program takes " + std::to_string(num_inputs) +
+                           " arguments, but got " + std::to_string(args.num_args) + ".");
+  }
+  num_executions.fetch_add(1, std::memory_order_relaxed);
+  Execution execution;
+  execution.program = program;
+  execution.arguments.assign(args.argument_lists[0], args.argument_lists[0] + num_inputs);
+  execution.donated = DonatedArguments(*program, args);
+  execution.run_id = NewRunId();
+  if (args.options->struct_size >= offsetof(PJRT_ExecuteOptions, context) + sizeof(void*) &&
+      args.options->context != nullptr) {
+    // A copy: the caller may destroy the context as soon as we return.
+    if (const UserData* user_data = FindUserData(args.options->context)) {
+      execution.user_data = *user_data;
+    }
+  }
+  if (Status status = AcquireBuffers(execution.arguments, execution.donated); !status.ok()) {
+    return status;
+  }
+  const Device& device = program->device();
+  if (device.memory != nullptr && CanRunLater(*device.host)) {
+    return StartLater(std::move(execution), args);
+  }
+  return RunNow(execution, args);
+}
+
+}  // namespace jfm::pjrt

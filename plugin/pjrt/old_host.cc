@@ -1,0 +1,379 @@
+// One memory per device of the host, kind "device"; everything that mentions a memory is
+// translated to the device that has it.
+#include "plugin/pjrt/old_host.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "plugin/c_boundary.h"
+#include "plugin/pjrt/buffers.h"
+#include "plugin/pjrt/error.h"
+#include "plugin/pjrt/host.h"
+#include "plugin/pjrt/plugin.h"
+
+namespace jfm::pjrt {
+
+const int64_t kOldHostStablehloVersion[3] = {0, 19, 4};
+
+namespace {
+
+constexpr char kMemoryKind[] = "device";
+constexpr size_t kMemoryKindSize = sizeof(kMemoryKind) - 1;
+constexpr char kMemoryText[] = "Memory(kind=device, id=0)";
+
+// -- Memories -------------------------------------------------------------------------
+
+// What a caller attaches to a memory. A caller of the version that we advertise for an old
+// host has no way to get here, but a newer one need not look at the version.
+struct UserDatum {
+  void* data;
+  void (*destroy)(void*);
+};
+
+struct DeviceMemory : PJRT_Memory {
+  PJRT_Memory* self;  // where lists of one memory point to
+  PJRT_Device* device;
+  std::mutex mutex;  // guards user_data
+  std::unordered_map<const void*, UserDatum> user_data;
+};
+
+void* GetUserData(PJRT_Memory* memory, const void* key) {
+  DeviceMemory& own = *static_cast<DeviceMemory*>(memory);
+  std::lock_guard<std::mutex> lock(own.mutex);
+  const auto found = own.user_data.find(key);
+  return found == own.user_data.end() ? nullptr : found->second.data;
+}
+
+void SetUserData(PJRT_Memory* memory, const void* key, void* data, void (*destroy)(void*)) {
+  DeviceMemory& own = *static_cast<DeviceMemory*>(memory);
+  UserDatum old = {};
+  {
+    std::lock_guard<std::mutex> lock(own.mutex);
+    old = std::exchange(own.user_data[key], UserDatum{data, destroy});
+  }
+  if (old.destroy != nullptr) old.destroy(old.data);
+}
+
+const PJRT_MemoryFunctions kMemoryFunctions = {sizeof(PJRT_MemoryFunctions), nullptr,
+                                               sizeof(PJRT_Memory), GetUserData, SetUserData};
+
+// Made when it is first asked for; never destroyed, as callers keep it as long as they like.
+DeviceMemory& MemoryOf(PJRT_Device* device) {
+  static std::mutex mutex;
+  static auto& memories = *new std::unordered_map<PJRT_Device*, std::unique_ptr<DeviceMemory>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<DeviceMemory>& memory = memories[device];
+  if (memory == nullptr) {
+    memory = std::make_unique<DeviceMemory>();
+    memory->functions = &kMemoryFunctions;
+    memory->self = memory.get();
+    memory->device = device;
+  }
+  return *memory;
+}
+
+const DeviceMemory& Own(const PJRT_Memory* memory) {
+  return *static_cast<const DeviceMemory*>(memory);
+}
+
+Status ClientAddressableMemories(const Host& host, PJRT_Client_AddressableMemories_Args& args) {
+  PJRT_Client_AddressableDevices_Args devices = {};
+  devices.client = args.client;
+  if (Status status = host.Call(devices); !status.ok()) return status;
+  // AddClient() made sure that there is one device.
+  args.addressable_memories = &MemoryOf(devices.addressable_devices[0]).self;
+  args.num_addressable_memories = 1;
+  return {};
+}
+
+Status DeviceAddressableMemories(const Host&, PJRT_Device_AddressableMemories_Args& args) {
+  args.memories = &MemoryOf(args.device).self;
+  args.num_memories = 1;
+  return {};
+}
+
+Status DeviceDefaultMemory(const Host&, PJRT_Device_DefaultMemory_Args& args) {
+  args.memory = &MemoryOf(args.device);
+  return {};
+}
+
+Status MemoryId(const Host&, PJRT_Memory_Id_Args& args) {
+  args.id = 0;
+  return {};
+}
+
+Status MemoryKind(const Host&, PJRT_Memory_Kind_Args& args) {
+  args.kind = kMemoryKind;
+  args.kind_size = kMemoryKindSize;
+  return {};
+}
+
+Status MemoryDebugString(const Host&, PJRT_Memory_DebugString_Args& args) {
+  args.debug_string = kMemoryText;
+  args.debug_string_size = sizeof(kMemoryText) - 1;
+  return {};
+}
+
+Status MemoryToString(const Host&, PJRT_Memory_ToString_Args& args) {
+  args.to_string = kMemoryText;
+  args.to_string_size = sizeof(kMemoryText) - 1;
+  return {};
+}
+
+Status MemoryAddressableByDevices(const Host&, PJRT_Memory_AddressableByDevices_Args& args) {
+  args.devices = &Own(args.memory).device;
+  args.num_devices = 1;
+  return {};
+}
+
+Status BufferMemory(const Host& host, PJRT_Buffer_Memory_Args& args) {
+  PJRT_Buffer_Device_Args device = {};
+  device.buffer = args.buffer;
+  if (Status status = host.Call(device); !status.ok()) return status;
+  args.memory = &MemoryOf(device.device);
+  return {};
+}
+
+Status OutputMemoryKinds(const Host& host, PJRT_Executable_OutputMemoryKinds_Args& args) {
+  // The same for all executables with as many outputs; callers read them at any time.
+  struct Kinds {
+    std::vector<const char*> names;
+    std::vector<size_t> sizes;
+  };
+  static std::mutex mutex;
+  static auto& kinds_by_count = *new std::map<size_t, Kinds>;
+
+  PJRT_Executable_NumOutputs_Args outputs = {};
+  outputs.executable = args.executable;
+  if (Status status = host.Call(outputs); !status.ok()) return status;
+  std::lock_guard<std::mutex> lock(mutex);
+  Kinds& kinds = kinds_by_count[outputs.num_outputs];
+  kinds.names.resize(outputs.num_outputs, kMemoryKind);
+  kinds.sizes.resize(outputs.num_outputs, kMemoryKindSize);
+  args.num_outputs = outputs.num_outputs;
+  args.memory_kinds = kinds.names.data();
+  args.memory_kind_sizes = kinds.sizes.data();
+  return {};
+}
+
+// -- Buffers --------------------------------------------------------------------------
+
+// jax-metal aborts the process for host memory at another address.
+constexpr uintptr_t kHostAlignment = 4;
+
+// Bytes of one element in the host's memory, where those of less than a byte take one.
+int64_t ElementSize(int32_t type) {
+  switch (type) {
+    case PJRT_BufferType_S16:
+    case PJRT_BufferType_U16:
+    case PJRT_BufferType_F16:
+    case PJRT_BufferType_BF16:
+      return 2;
+    case PJRT_BufferType_S32:
+    case PJRT_BufferType_U32:
+    case PJRT_BufferType_F32:
+      return 4;
+    case PJRT_BufferType_S64:
+    case PJRT_BufferType_U64:
+    case PJRT_BufferType_F64:
+    case PJRT_BufferType_C64:
+      return 8;
+    case PJRT_BufferType_C128:
+      return 16;
+    default:
+      return 1;
+  }
+}
+
+// The bytes, relative to `data`, that an array of the caller takes.
+struct Extent {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+Extent ExtentOf(const PJRT_Client_BufferFromHostBuffer_Args& args) {
+  const int64_t element_size = ElementSize(args.type);
+  Extent extent = {0, element_size};
+  int64_t dense_stride = element_size;
+  for (size_t i = args.num_dims; i-- > 0;) {
+    if (args.dims[i] == 0) return {};
+    const int64_t stride = args.num_byte_strides != 0 ? args.byte_strides[i] : dense_stride;
+    const int64_t last = (args.dims[i] - 1) * stride;
+    (last < 0 ? extent.begin : extent.end) += last;
+    dense_stride *= args.dims[i];
+  }
+  return extent;
+}
+
+Result<StagingMemory> NewStaging(int64_t size_bytes) {
+  // What malloc gives is aligned for kHostAlignment; never null for an empty array.
+  StagingMemory memory(std::malloc(static_cast<size_t>(std::max<int64_t>(size_bytes, 1))));
+  if (memory == nullptr) {
+    return Status(Code::kResourceExhausted,
+                  "out of host memory for " + std::to_string(size_bytes) + " bytes.");
+  }
+  return memory;
+}
+
+Status BufferFromHostBuffer(const Host& host, PJRT_Client_BufferFromHostBuffer_Args& args) {
+  if (Status status = CheckNotForked(); !status.ok()) return status;
+  PJRT_Client_BufferFromHostBuffer_Args own = args;
+  if (own.memory != nullptr) own.device = Own(own.memory).device;
+  own.memory = nullptr;
+  StagingMemory staging;
+  if (reinterpret_cast<uintptr_t>(own.data) % kHostAlignment != 0) {
+    const Extent extent = ExtentOf(own);
+    // Up to kHostAlignment - 1 bytes in front, so that `data` itself is aligned.
+    const int64_t front = (-extent.begin + kHostAlignment - 1) / kHostAlignment * kHostAlignment;
+    Result<StagingMemory> memory = NewStaging(front + extent.end);
+    if (!memory.ok()) return memory.status();
+    staging = std::move(*memory);
+    char* data = static_cast<char*>(staging.get()) + front;
+    std::memcpy(data + extent.begin, static_cast<const char*>(own.data) + extent.begin,
+                static_cast<size_t>(extent.end - extent.begin));
+    own.data = data;
+    // Our copy goes away with this call.
+    own.host_buffer_semantics = PJRT_HostBufferSemantics_ImmutableOnlyDuringCall;
+  }
+  if (Status status = host.Call(own); !status.ok()) return status;
+  args.done_with_host_buffer = own.done_with_host_buffer;
+  args.buffer = own.buffer;
+  return {};
+}
+
+// XLA of that time refuses a copy from a device to itself, so it goes through the host.
+Result<PJRT_Buffer*> CopyThroughHost(const Host& host, PJRT_Buffer* buffer, PJRT_Device* device) {
+  const std::shared_ptr<const ClientState> client = FindClientOf(device);
+  if (client == nullptr) return InvalidArgument("the device to copy to has no client.");
+  PJRT_Buffer_ElementType_Args type = {};
+  type.buffer = buffer;
+  if (Status status = host.Call(type); !status.ok()) return status;
+  PJRT_Buffer_Dimensions_Args dimensions = {};
+  dimensions.buffer = buffer;
+  if (Status status = host.Call(dimensions); !status.ok()) return status;
+  RowMajorLayout layout(dimensions.num_dims);
+  PJRT_Buffer_ToHostBuffer_Args to_host = {};
+  to_host.src = buffer;
+  to_host.host_layout = layout.get();
+  // Without a destination it says how large that must be.
+  if (Status status = host.Call(to_host); !status.ok()) return status;
+  Result<StagingMemory> staging = NewStaging(static_cast<int64_t>(to_host.dst_size));
+  if (!staging.ok()) return staging.status();
+  to_host.dst = staging->get();
+  if (Status status = host.Call(to_host); !status.ok()) return status;
+  if (Status status = AwaitEvent(host, to_host.event); !status.ok()) return status;
+
+  PJRT_Client_BufferFromHostBuffer_Args from_host = {};
+  from_host.client = client->device.client;
+  from_host.data = staging->get();
+  from_host.type = type.type;
+  from_host.dims = dimensions.dims;
+  from_host.num_dims = dimensions.num_dims;
+  from_host.host_buffer_semantics = PJRT_HostBufferSemantics_ImmutableOnlyDuringCall;
+  from_host.device = device;
+  if (Status status = host.Call(from_host); !status.ok()) return status;
+  if (Status status = AwaitEvent(host, from_host.done_with_host_buffer); !status.ok()) {
+    return status;
+  }
+  return from_host.buffer;
+}
+
+Status BufferCopyToDevice(const Host& host, PJRT_Buffer_CopyToDevice_Args& args) {
+  Result<PJRT_Buffer*> copy = CopyThroughHost(host, args.buffer, args.dst_device);
+  if (!copy.ok()) return copy.status();
+  args.dst_buffer = *copy;
+  return {};
+}
+
+Status BufferCopyToMemory(const Host& host, PJRT_Buffer_CopyToMemory_Args& args) {
+  Result<PJRT_Buffer*> copy = CopyThroughHost(host, args.buffer, Own(args.dst_memory).device);
+  if (!copy.ok()) return copy.status();
+  args.dst_buffer = *copy;
+  return {};
+}
+
+// -- The plugin -----------------------------------------------------------------------
+
+PJRT_NamedValue Attribute(const char* name) {
+  PJRT_NamedValue value = {};
+  value.struct_size = sizeof(value);
+  value.name = name;
+  value.name_size = std::strlen(name);
+  return value;
+}
+
+// What the host says, and what it does not say. jaxlib reads the StableHLO version only
+// from a plugin that names an XLA version as well.
+std::vector<PJRT_NamedValue> AddAttributes(const PJRT_Plugin_Attributes_Args& hosts) {
+  std::vector<PJRT_NamedValue> all(hosts.attributes, hosts.attributes + hosts.num_attributes);
+  const auto is_missing = [&hosts](const PJRT_NamedValue& value) {
+    return std::none_of(hosts.attributes, hosts.attributes + hosts.num_attributes,
+                        [&value](const PJRT_NamedValue& each) {
+                          return std::string(each.name, each.name_size) == value.name;
+                        });
+  };
+  PJRT_NamedValue xla = Attribute("xla_version");
+  xla.type = PJRT_NamedValueType_Int64;
+  xla.int64_value = 1;
+  xla.value_size = 1;
+  if (is_missing(xla)) all.push_back(xla);
+  PJRT_NamedValue stablehlo = Attribute("stablehlo_current_version");
+  stablehlo.type = PJRT_NamedValueType_Int64List;
+  stablehlo.int64_array_value = kOldHostStablehloVersion;
+  stablehlo.value_size = std::size(kOldHostStablehloVersion);
+  if (is_missing(stablehlo)) all.push_back(stablehlo);
+  return all;
+}
+
+Status PluginAttributes(const Host& host, PJRT_Plugin_Attributes_Args& args) {
+  // Arguments of our own: an old caller gives a size that ends before the last member.
+  PJRT_Plugin_Attributes_Args hosts = {};
+  if (Status status = host.Call(hosts); !status.ok()) return status;
+  static const auto& attributes = *new std::vector<PJRT_NamedValue>(AddAttributes(hosts));
+  args.attributes = attributes.data();
+  args.num_attributes = attributes.size();
+  return {};
+}
+
+// -- The table ------------------------------------------------------------------------
+
+template <class Args, Status (*kFunction)(const Host&, Args&)>
+PJRT_Error* Entry(void* args) {
+  return NewError(WithoutExceptions(
+      [&] { return kFunction(*ThePlugin()->host, *static_cast<Args*>(args)); }));
+}
+
+template <class Args, Status (*kFunction)(const Host&, Args&)>
+constexpr SlotFunction Row() {
+  return {Args::kSlot, Entry<Args, kFunction>};
+}
+
+}  // namespace
+
+std::vector<SlotFunction> OldHostFunctions() {
+  return {
+      Row<PJRT_Plugin_Attributes_Args, PluginAttributes>(),
+      Row<PJRT_Client_AddressableMemories_Args, ClientAddressableMemories>(),
+      Row<PJRT_Client_BufferFromHostBuffer_Args, BufferFromHostBuffer>(),
+      Row<PJRT_Device_AddressableMemories_Args, DeviceAddressableMemories>(),
+      Row<PJRT_Device_DefaultMemory_Args, DeviceDefaultMemory>(),
+      Row<PJRT_Memory_Id_Args, MemoryId>(),
+      Row<PJRT_Memory_Kind_Args, MemoryKind>(),
+      Row<PJRT_Memory_DebugString_Args, MemoryDebugString>(),
+      Row<PJRT_Memory_ToString_Args, MemoryToString>(),
+      Row<PJRT_Memory_AddressableByDevices_Args, MemoryAddressableByDevices>(),
+      Row<PJRT_Executable_OutputMemoryKinds_Args, OutputMemoryKinds>(),
+      Row<PJRT_Buffer_Memory_Args, BufferMemory>(),
+      Row<PJRT_Buffer_CopyToDevice_Args, BufferCopyToDevice>(),
+      Row<PJRT_Buffer_CopyToMemory_Args, BufferCopyToMemory>(),
+  };
+}
+
+}  // namespace jfm::pjrt
