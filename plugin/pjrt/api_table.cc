@@ -319,15 +319,18 @@ Status BufferIsDeleted(PJRT_Buffer_IsDeleted_Args& args) {
   return {};
 }
 
-Status BufferDonateWithControlDependency(PJRT_Buffer_DonateWithControlDependency_Args& args) {
-  if (Status status = PrepareForHost(&args.buffer, 1, true); !status.ok()) return status;
+// Functions for which a buffer must exist.
+template <class Args>
+Status WithBuffer(Args& args) {
+  constexpr bool kMayOverwrite = Args::kSlot == Slot::kBuffer_DonateWithControlDependency;
+  if (Status status = PrepareForHost(&args.buffer, 1, kMayOverwrite); !status.ok()) return status;
   return AskHost(args);
 }
 
-// Functions that want memory which exists: the host aborts the process when it is asked
-// for that of an alias buffer which nobody has fulfilled yet.
+// Functions that want the memory of a buffer: hosts abort where it is an error instead.
 template <class Args>
-Status AfterReady(Args& args) {
+Status WithMemory(Args& args) {
+  if (Status status = PrepareForHost(&args.buffer, 1, false); !status.ok()) return status;
   HostBuffer buffer(TheHost(), args.buffer, HostBuffer::Owner::kCaller);
   if (Status status = buffer.Await(); !status.ok()) return status;
   return AskHost(args);
@@ -380,10 +383,13 @@ constexpr SlotFunction kOurFunctions[] = {
     JFM_ENTRY(BufferDestroy, PJRT_Buffer_Destroy_Args),
     JFM_ENTRY(BufferDelete, PJRT_Buffer_Delete_Args),
     JFM_ENTRY(BufferIsDeleted, PJRT_Buffer_IsDeleted_Args),
-    JFM_ENTRY(BufferDonateWithControlDependency, PJRT_Buffer_DonateWithControlDependency_Args),
-    JFM_ENTRY(AfterReady, PJRT_Buffer_UnsafePointer_Args),
-    JFM_ENTRY(AfterReady, PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args),
-    JFM_ENTRY(AfterReady, PJRT_Buffer_IncreaseExternalReferenceCount_Args),
+    JFM_ENTRY(WithBuffer, PJRT_Buffer_DonateWithControlDependency_Args),
+    JFM_ENTRY(WithBuffer, PJRT_Buffer_CopyToDevice_Args),
+    JFM_ENTRY(WithBuffer, PJRT_Buffer_CopyToMemory_Args),
+    JFM_ENTRY(WithBuffer, PJRT_Buffer_Bitcast_Args),
+    JFM_ENTRY(WithMemory, PJRT_Buffer_UnsafePointer_Args),
+    JFM_ENTRY(WithMemory, PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args),
+    JFM_ENTRY(WithMemory, PJRT_Buffer_IncreaseExternalReferenceCount_Args),
 };
 #undef JFM_ENTRY
 

@@ -1,4 +1,4 @@
-// One map under one lock; empty, and then free of charge, when nothing is pending.
+// Two maps under one lock; empty, and then free of charge, when nothing is pending.
 #include "plugin/pjrt/buffer_uses.h"
 
 #include <atomic>
@@ -17,12 +17,16 @@ struct Use {
   bool is_destroyed = false;  // the caller will not name it again
 };
 
-std::mutex mutex;  // guards `uses`
-std::condition_variable& released = *new std::condition_variable;
+std::mutex mutex;  // guards the maps and next_promise
+std::condition_variable& changed = *new std::condition_variable;
 auto& uses = *new std::unordered_map<PJRT_Buffer*, Use>;
-// uses.size(), to be read without the lock: a caller that has a buffer has also seen the
-// end of the Execute that put it into the map.
-std::atomic<size_t> num_uses{0};
+auto& promises = *new std::unordered_map<PJRT_Buffer*, PromiseId>;
+PromiseId next_promise = 1;
+// The size of both, to be read without the lock: a caller that has a buffer has also seen
+// the end of the Execute that put it into a map.
+std::atomic<size_t> num_pending{0};
+
+void CountPending() { num_pending.store(uses.size() + promises.size()); }
 
 Use* Find(PJRT_Buffer* buffer) {
   const auto found = uses.find(buffer);
@@ -45,7 +49,7 @@ Status AcquireBuffers(const std::vector<PJRT_Buffer*>& arguments,
     ++use.count;
     if (donated[i]) use.is_deleted = true;
   }
-  num_uses.store(uses.size());
+  CountPending();
   return {};
 }
 
@@ -64,15 +68,35 @@ void ReleaseBuffers(const Host& host, const std::vector<PJRT_Buffer*>& arguments
       PJRT_Buffer_Destroy_Args args = {};
       args.buffer = buffer;
       (void)host.Call(args);
+      promises.erase(buffer);
     }
     uses.erase(buffer);
   }
-  num_uses.store(uses.size());
-  released.notify_all();
+  CountPending();
+  changed.notify_all();
+}
+
+PromiseId NotePromise(PJRT_Buffer* buffer) {
+  std::lock_guard<std::mutex> lock(mutex);
+  promises[buffer] = next_promise;
+  CountPending();
+  return next_promise++;
+}
+
+void PromiseIsKept(PromiseId id) {
+  std::lock_guard<std::mutex> lock(mutex);
+  // By its number: the handle may be another buffer's by now.
+  for (auto promise = promises.begin(); promise != promises.end(); ++promise) {
+    if (promise->second != id) continue;
+    promises.erase(promise);
+    break;
+  }
+  CountPending();
+  changed.notify_all();
 }
 
 bool DeleteLater(PJRT_Buffer* buffer) {
-  if (num_uses.load() == 0) return false;
+  if (num_pending.load() == 0) return false;
   std::lock_guard<std::mutex> lock(mutex);
   Use* use = Find(buffer);
   if (use == nullptr) return false;
@@ -81,31 +105,38 @@ bool DeleteLater(PJRT_Buffer* buffer) {
 }
 
 bool DestroyLater(PJRT_Buffer* buffer) {
-  if (num_uses.load() == 0) return false;
+  if (num_pending.load() == 0) return false;
   std::lock_guard<std::mutex> lock(mutex);
   Use* use = Find(buffer);
-  if (use == nullptr) return false;
+  if (use == nullptr) {
+    // Whoever has this handle next must not wait for the promise.
+    promises.erase(buffer);
+    CountPending();
+    return false;
+  }
   use->is_destroyed = true;
   return true;
 }
 
 bool IsGivenAway(PJRT_Buffer* buffer) {
-  if (num_uses.load() == 0) return false;
+  if (num_pending.load() == 0) return false;
   std::lock_guard<std::mutex> lock(mutex);
   const Use* use = Find(buffer);
   return use != nullptr && use->is_deleted;
 }
 
 Status PrepareForHost(PJRT_Buffer* const* arguments, size_t num_arguments, bool may_overwrite) {
-  if (num_uses.load() == 0) return {};
+  if (num_pending.load() == 0) return {};
   std::unique_lock<std::mutex> lock(mutex);
   for (size_t i = 0; i < num_arguments; ++i) {
     const Use* use = Find(arguments[i]);
     if (use != nullptr && use->is_deleted) return GivenAway();
   }
-  if (!may_overwrite) return {};
   for (size_t i = 0; i < num_arguments; ++i) {
-    released.wait(lock, [&] { return Find(arguments[i]) == nullptr; });
+    PJRT_Buffer* buffer = arguments[i];
+    changed.wait(lock, [buffer, may_overwrite] {
+      return promises.count(buffer) == 0 && (!may_overwrite || Find(buffer) == nullptr);
+    });
   }
   return {};
 }

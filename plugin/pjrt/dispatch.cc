@@ -103,6 +103,7 @@ bool CanRunLater(const Host& host) {
 struct Promise {
   PJRT_Buffer* handle = nullptr;
   PJRT_FulfillAliasBufferCallback* fulfill = nullptr;
+  PromiseId id = 0;
 };
 
 Result<Promise> NewPromise(const Device& device, const TensorType& type) {
@@ -115,7 +116,7 @@ Result<Promise> NewPromise(const Device& device, const TensorType& type) {
   args.shape_element_type = BufferTypeOf(type.dtype);
   args.shape_layout = layout.get();
   if (Status status = device.host->Call(args); !status.ok()) return status;
-  return Promise{args.alias_buffer, args.fulfill_alias_buffer_cb};
+  return Promise{args.alias_buffer, args.fulfill_alias_buffer_cb, NotePromise(args.alias_buffer)};
 }
 
 void Fulfill(const Device& device, const Promise& promise, const BufferRef& result,
@@ -129,6 +130,7 @@ void Fulfill(const Device& device, const Promise& promise, const BufferRef& resu
   args.fulfill_alias_buffer_cb = promise.fulfill;
   // With an error status the host returns that very error: nothing to act on.
   (void)device.host->Call(args);
+  PromiseIsKept(promise.id);
 }
 
 void SetEvent(const Host& host, PJRT_Event* event, const Status& status) {

@@ -91,10 +91,16 @@ class Executor {
   Status RunSegment(const Step& step, Values& values) {
     std::vector<BufferRef> inputs;
     inputs.reserve(step.inputs.size());
-    for (ValueId id : step.inputs) inputs.push_back(Take(step, id, values));
+    for (ValueId id : step.inputs) {
+      inputs.push_back(Take(step, id, values));
+      // A caller's buffer may be the promise of another execution; see buffer_uses.h.
+      if (inputs.back()->is_owned()) continue;
+      if (Status status = inputs.back()->Await(); !status.ok()) return status;
+    }
     std::vector<int64_t> keep;
     for (int64_t position : step.donated) {
-      if (!MayReuse(inputs[static_cast<size_t>(position)])) keep.push_back(position);
+      const BufferRef& input = inputs[static_cast<size_t>(position)];
+      if (!MayReuse(input)) keep.push_back(position);
     }
     Result<std::vector<BufferRef>> results = program_.segment(step.index).Execute(inputs, keep);
     if (!results.ok()) return results.status();

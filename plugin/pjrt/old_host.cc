@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -299,49 +298,6 @@ Status BufferCopyToMemory(const Host& host, PJRT_Buffer_CopyToMemory_Args& args)
   return {};
 }
 
-// -- The plugin -----------------------------------------------------------------------
-
-PJRT_NamedValue Attribute(const char* name) {
-  PJRT_NamedValue value = {};
-  value.struct_size = sizeof(value);
-  value.name = name;
-  value.name_size = std::strlen(name);
-  return value;
-}
-
-// What the host says, and what it does not say. jaxlib reads the StableHLO version only
-// from a plugin that names an XLA version as well.
-std::vector<PJRT_NamedValue> AddAttributes(const PJRT_Plugin_Attributes_Args& hosts) {
-  std::vector<PJRT_NamedValue> all(hosts.attributes, hosts.attributes + hosts.num_attributes);
-  const auto is_missing = [&hosts](const PJRT_NamedValue& value) {
-    return std::none_of(hosts.attributes, hosts.attributes + hosts.num_attributes,
-                        [&value](const PJRT_NamedValue& each) {
-                          return std::string(each.name, each.name_size) == value.name;
-                        });
-  };
-  PJRT_NamedValue xla = Attribute("xla_version");
-  xla.type = PJRT_NamedValueType_Int64;
-  xla.int64_value = 1;
-  xla.value_size = 1;
-  if (is_missing(xla)) all.push_back(xla);
-  PJRT_NamedValue stablehlo = Attribute("stablehlo_current_version");
-  stablehlo.type = PJRT_NamedValueType_Int64List;
-  stablehlo.int64_array_value = kOldHostStablehloVersion;
-  stablehlo.value_size = std::size(kOldHostStablehloVersion);
-  if (is_missing(stablehlo)) all.push_back(stablehlo);
-  return all;
-}
-
-Status PluginAttributes(const Host& host, PJRT_Plugin_Attributes_Args& args) {
-  // Arguments of our own: an old caller gives a size that ends before the last member.
-  PJRT_Plugin_Attributes_Args hosts = {};
-  if (Status status = host.Call(hosts); !status.ok()) return status;
-  static const auto& attributes = *new std::vector<PJRT_NamedValue>(AddAttributes(hosts));
-  args.attributes = attributes.data();
-  args.num_attributes = attributes.size();
-  return {};
-}
-
 // -- The table ------------------------------------------------------------------------
 
 template <class Args, Status (*kFunction)(const Host&, Args&)>
@@ -359,7 +315,6 @@ constexpr SlotFunction Row() {
 
 std::vector<SlotFunction> OldHostFunctions() {
   return {
-      Row<PJRT_Plugin_Attributes_Args, PluginAttributes>(),
       Row<PJRT_Client_AddressableMemories_Args, ClientAddressableMemories>(),
       Row<PJRT_Client_BufferFromHostBuffer_Args, BufferFromHostBuffer>(),
       Row<PJRT_Device_AddressableMemories_Args, DeviceAddressableMemories>(),

@@ -1,6 +1,6 @@
 // What the plugin answers itself where an old host (jax-metal: API 0.47) cannot: memories,
-// which newer JAX insists on, the plugin's attributes, copies within a device. The rest of
-// such a host's table is forwarded like any other's.
+// which newer JAX insists on, host arrays at any address, copies within a device. The rest
+// of such a host's table is forwarded like any other's.
 #pragma once
 
 #include <vector>
@@ -19,6 +19,8 @@ struct SlotFunction {
 std::vector<SlotFunction> OldHostFunctions();
 
 // The newest StableHLO that a host reads which does not say what it reads: jax-metal's.
+// Not passed on to jaxlib, which then refuses programs that we can bring down to it: every
+// program for an old host is rewritten at this version (jax_flash_metal/stablehlo.py).
 extern const int64_t kOldHostStablehloVersion[3];
 
 }  // namespace jfm::pjrt

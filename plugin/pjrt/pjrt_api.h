@@ -839,6 +839,10 @@ struct PJRT_Buffer_DonateWithControlDependency_Args {
   void* dependency_ready_callback;
   PJRT_Buffer* out_buffer;
 };
+struct PJRT_Buffer_Bitcast_Args {  // a recent slot; more members follow
+  JFM_PJRT_ARGS(Buffer_Bitcast);
+  PJRT_Buffer* buffer;
+};
 #undef JFM_PJRT_ARGS
 
 static_assert(sizeof(PJRT_Client_BufferFromHostBuffer_Args) == 120, "the API's layout");

@@ -87,15 +87,21 @@ const Arithmetic& ThisArithmetic() {
 
 }  // namespace jfm
 
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+using Bfloat = _Float16;  // returned in the same register as __bf16, which GCC 13 brought
+#else
+using Bfloat = __bf16;
+#endif
+
 // What clang calls to round a float to bfloat16; no compiler runtime of ours has it.
 // Ties to even; a NaN stays one.
-extern "C" __bf16 __truncsfbf2(float x) {
+extern "C" Bfloat __truncsfbf2(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
   const uint32_t rounded = is_nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1);
   const uint16_t high = static_cast<uint16_t>(rounded >> 16);
-  __bf16 result;
+  Bfloat result;
   std::memcpy(&result, &high, 2);
   return result;
 }

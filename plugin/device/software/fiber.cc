@@ -93,10 +93,17 @@ FiberStacks::FiberStacks(size_t count) : count_(count) {
 }
 
 FiberStacks::~FiberStacks() {
-  if (memory_ != nullptr) munmap(memory_, count_ * kStack);
+  if (memory_ == nullptr) return;
+#ifdef JFM_SANITIZED_FIBERS
+  ForgetFibers(memory_, count_ * kStack);
+#endif
+  munmap(memory_, count_ * kStack);
 }
 
 void* FiberStacks::Prepare(size_t index, void (*entry)()) const {
+#ifdef JFM_SANITIZED_FIBERS
+  entry = AnnounceFiber(memory_ + index * kStack, kStack, entry);
+#endif
   char* top = memory_ + (index + 1) * kStack - index * kStagger % kPage;
 #if defined(__x86_64__)
   // From the top: an empty slot that aligns, the return address of `entry` (none), the

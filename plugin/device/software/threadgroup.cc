@@ -62,7 +62,7 @@ std::string ThreadgroupRunner::Run(const KernelLaunch& launch, Size3 position) {
   ThreadgroupRunner* const outer = current_runner;
   current_runner = this;
   current_ = order_ == LaneOrder::kReverse ? num_threads_ - 1 : 0;
-  jfm_fiber_switch(&main_sp_, sp_[current_]);
+  SwitchFiber(&main_sp_, sp_[current_]);
   current_runner = outer;
 #ifdef JFM_CHECKER
   Checker::Get().EndThreadgroup(*this);
@@ -121,7 +121,7 @@ void ThreadgroupRunner::SwitchAway() {
     if (!FindRunnable(&next)) {
       if (num_done_ == num_threads_) {
         void* finished;
-        jfm_fiber_switch(&finished, main_sp_);
+        SwitchFiber(&finished, main_sp_);
       }
       const std::string counts = std::to_string(num_done_) + " of " +
                                  std::to_string(num_threads_) + " threads have returned, " +
@@ -137,7 +137,7 @@ void ThreadgroupRunner::SwitchAway() {
   Checker::Get().CountSwitch();
 #endif
   current_ = next;
-  jfm_fiber_switch(&sp_[self], sp_[next]);
+  SwitchFiber(&sp_[self], sp_[next]);
 }
 
 void ThreadgroupRunner::Fail(const std::string& reason) {
@@ -146,7 +146,7 @@ void ThreadgroupRunner::Fail(const std::string& reason) {
            std::to_string(position_.z) + ", thread " + std::to_string(current_) + ").";
   // The lanes' stacks are abandoned: kernels own nothing that needs releasing.
   void* abandoned;
-  jfm_fiber_switch(&abandoned, main_sp_);
+  SwitchFiber(&abandoned, main_sp_);
   __builtin_unreachable();
 }
 

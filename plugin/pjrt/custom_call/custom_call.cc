@@ -160,6 +160,7 @@ class BufferList {
       list.buffers_.push_back({sizeof(XLA_FFI_Buffer), nullptr, type.dtype, nullptr,
                                static_cast<int64_t>(type.dims.size()), dims.get()});
       list.dims_.push_back(std::move(dims));
+      list.is_token_.push_back(type.is_token());
       list.needs_data_.push_back(type.size_bytes() != 0);
     }
     return list;
@@ -175,9 +176,14 @@ class BufferList {
                       std::to_string(size()) + " " + what_ + "s");
     }
     for (size_t i = 0; i < data.size(); ++i) {
-      if (data[i] == nullptr && needs_data_[i]) return Internal(Name(i) + " has no memory");
       buffers[i] = buffers_[i];
       buffers[i].data = data[i];
+      if (data[i] == nullptr && !is_token_[i]) {
+        if (needs_data_[i]) return Internal(Name(i) + " has no memory");
+        // memcpy of nothing is undefined for null pointers, and handlers do not ask.
+        alignas(64) static char nothing[64];
+        buffers[i].data = nothing;
+      }
       pointers[i] = &buffers[i];
     }
     *values = {sizeof(XLA_FFI_Values), nullptr, static_cast<int64_t>(size()),
@@ -192,6 +198,7 @@ class BufferList {
   std::vector<int32_t> types_;
   std::vector<XLA_FFI_Buffer> buffers_;
   std::vector<std::unique_ptr<int64_t[]>> dims_;
+  std::vector<bool> is_token_;
   std::vector<bool> needs_data_;
 };
 

@@ -1,8 +1,5 @@
 // Calls one typed FFI handler for one call site of a loaded program: we are XLA here.
 // Host memory only; who owns the buffers, and when to call, is the executor's affair.
-//
-// Not as in the spec: Execute takes an ExecuteContext (user data, run id, ordinal), which
-// the executor makes once per execution of the program.
 #pragma once
 
 #include <cstdint>
