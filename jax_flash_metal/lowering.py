@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jax_flash_metal import reference
-from jax_flash_metal._jax_compat import ffi, mlir
+from jax_flash_metal._jax_compat import ffi, lowering_platforms, mlir
 from jax_flash_metal.config import AttentionConfig
 
 FORWARD_TARGET = "jax_flash_metal_forward_v1"
@@ -39,6 +39,11 @@ class KernelPlatform:
 # Another platform with our handlers is another row.
 KERNEL_PLATFORMS: dict[str, KernelPlatform] = {
     "cpu": KernelPlatform("the software Metal device", by_default=False),
+    # Ours, see pjrt.py: the user asked for it by name.
+    "flash_metal": KernelPlatform(
+        "the software Metal device, everything around them on the host plugin",
+        by_default=True,
+    ),
 }
 
 
@@ -77,12 +82,13 @@ def register(forward: Any, backward: Any) -> None:
         (backward, BACKWARD_TARGET, reference.plain_attention_backward),
     )
     for primitive, target, fallback in rules:
-        for platform in KERNEL_PLATFORMS:
+        # JAX takes no rules for platforms that it does not know yet, and ours is known
+        # only once a backend was started: the general rule serves it. The one for cpu
+        # is its own, so that a program lowered for several platforms at once
+        # (jax.export) has the custom call there and the reference elsewhere.
+        for platform in (None, "cpu"):
             rule = functools.partial(_lower, target, fallback, platform)
             mlir.register_lowering(primitive, rule, platform=platform)
-        mlir.register_lowering(
-            primitive, functools.partial(_lower, target, fallback, None)
-        )
 
 
 def _lower(
@@ -93,9 +99,9 @@ def _lower(
     *operands: Any,
     config: AttentionConfig,
 ) -> Any:
-    """`platform` None: one without a row in the table."""
+    """`platform` None: whatever the program is lowered for."""
     if platform is None:
-        platform = "/".join(ctx.module_context.platforms)
+        platform = "/".join(lowering_platforms(ctx))
     if takes_kernels(config, platform):
         # Here and not at import: `import jax_flash_metal` must stay light.
         from jax_flash_metal.platforms import ensure_registered

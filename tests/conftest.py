@@ -1,11 +1,11 @@
-"""Settings of every test: JAX on the CPU, our own warnings are errors."""
+"""Settings of every test: JAX on the CPU by default, our own warnings are errors."""
 
 import os
 
 import pytest
 
 # Before jax is imported.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_PLATFORMS", "cpu,flash_metal")
 # Before NumPy is: BLAS threads of every worker would fight for the same cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

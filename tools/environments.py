@@ -2,6 +2,7 @@
 
     environments.py install             fill the environment whose Python runs this
     environments.py corners [ARG ...]   pytest ARG ... in every corner of JAX versions
+    environments.py run NAME ARG ...    the Python of the corner NAME with ARG ...
 
 A stamp file says what an environment was filled with, so that a second call costs
 nothing. Needs a bare Python >= 3.10 only.
@@ -24,6 +25,7 @@ CORNERS = {  # name: (Python, pins); the oldest that works, the usual, the newes
     "current": ("3.11", ("jax==0.10.2", "jaxlib==0.10.2", "flax==0.12.8")),
     "newest": ("3.13", ("jax", "flax")),
 }
+HOSTS = ROOT / "tools" / "hosts.txt"
 # Nothing in these depends on the version of JAX; the main environment runs them.
 INDEPENDENT_OF_JAX = ("tests/checker", "tests/kernels", "tests/packaging")
 
@@ -57,12 +59,13 @@ def pip(python: str, *arguments: str) -> None:
 def install(python: str, pins: Sequence[str] = ()) -> None:
     """Installs all requirements, then the project, editable; builds its library."""
     stamp = Path(python).parent.parent / "jax-flash-metal.stamp"
-    project = (ROOT / "pyproject.toml").read_bytes()
+    project = (ROOT / "pyproject.toml").read_bytes() + HOSTS.read_bytes()
     wanted = hashlib.sha256(project + repr((str(ROOT), pins)).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"installing into {stamp.parent.name}: takes a minute or two", flush=True)
     pip(python, *requirements(), *pins)
+    pip(python, "--no-deps", "--require-hashes", "-r", str(HOSTS))
     pip(python, "--no-build-isolation", "--no-deps", "-e", ".")
     stamp.write_text(wanted)
 
@@ -82,36 +85,55 @@ def find_interpreter(version: str) -> str | None:
     return None
 
 
-def run_corner(name: str, pytest_arguments: Sequence[str]) -> str:
-    """Sets one corner up and tests in it: "passed", "FAILED" or "not run: why"."""
+def set_up_corner(name: str) -> str | None:
+    """The corner's Python, everything installed; None without a base interpreter."""
     version, pins = CORNERS[name]
     interpreter = find_interpreter(version)
     if interpreter is None:
-        return f"not run: no Python {version} found"
+        return None
     folder = ROOT / ".venvs" / name
     python = str(folder / "bin" / "python")
     if not Path(python).exists():
         subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
     install(python, pins)
+    return python
+
+
+def run_corner(name: str, pytest_arguments: Sequence[str]) -> str:
+    """Sets one corner up and tests in it: "passed", "FAILED" or "not run: why"."""
+    python = set_up_corner(name)
+    if python is None:
+        return f"not run: no Python {CORNERS[name][0]} found"
     ignored = [f"--ignore={path}" for path in INDEPENDENT_OF_JAX]
     tests = [python, "-m", "pytest", *ignored, *pytest_arguments]
     done = subprocess.run(tests, cwd=ROOT, check=False)
     return "passed" if done.returncode == 0 else "FAILED"
 
 
+def run_in_corner(name: str, arguments: Sequence[str]) -> int:
+    """Runs the corner's Python: its exit status."""
+    python = set_up_corner(name)
+    if python is None:
+        print(f"error: no Python {CORNERS[name][0]} found", file=sys.stderr)
+        return 1
+    return subprocess.run([python, *arguments], cwd=ROOT, check=False).returncode
+
+
 def main() -> int:
     """The command line: see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("install", "corners"))
-    arguments, pytest_arguments = parser.parse_known_args()
+    parser.add_argument("command", choices=("install", "corners", "run"))
+    arguments, rest = parser.parse_known_args()
     try:
         if arguments.command == "install":
             install(sys.executable)
             return 0
+        if arguments.command == "run":
+            return run_in_corner(rest[0], rest[1:])
         results = {}
         for name, (version, pins) in CORNERS.items():
             print(f"== corner {name}: Python {version}, {' '.join(pins)}", flush=True)
-            results[name] = run_corner(name, pytest_arguments)
+            results[name] = run_corner(name, rest)
     except subprocess.CalledProcessError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

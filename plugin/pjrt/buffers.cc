@@ -140,13 +140,13 @@ Status HostBuffer::Await() {
 }
 
 Result<void*> HostBuffer::Address() {
-  if (address_ != nullptr) return address_;
+  if (void* address = address_) return address;
   if (Status status = Await(); !status.ok()) return status;
   PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args args = {};
   args.buffer = handle_;
   if (Status status = host_.Call(args); !status.ok()) return status;
   address_ = args.device_memory_ptr;
-  return address_;
+  return args.device_memory_ptr;
 }
 
 int64_t NumLiveBuffers() { return num_live_buffers.load(std::memory_order_relaxed); }
@@ -175,8 +175,9 @@ Result<const BufferAccess*> ChooseBufferAccess(const Host& host, const std::stri
   if (setting == "copy") return by_copy;
   bool has_addresses = setting == "address";
   if (setting == "auto") {
-    const auto* known = std::find_if(std::begin(kKnownHosts), std::end(kKnownHosts),
-                                     [&](const auto& row) { return row.platform_name == platform_name; });
+    const auto* known =
+        std::find_if(std::begin(kKnownHosts), std::end(kKnownHosts),
+                     [&](const auto& row) { return row.platform_name == platform_name; });
     if (known == std::end(kKnownHosts)) {
       return Status(Code::kFailedPrecondition,
                     "the host plugin's platform '" + platform_name +
@@ -185,8 +186,8 @@ Result<const BufferAccess*> ChooseBufferAccess(const Host& host, const std::stri
     }
     has_addresses = known->has_addresses;
   } else if (!has_addresses) {
-    return InvalidArgument("the host's buffers can be used by 'auto', 'address' or 'copy', but got '" +
-                           setting + "'.");
+    return InvalidArgument(
+        "the host's buffers can be used by 'auto', 'address' or 'copy', but got '" + setting + "'.");
   }
   // Results are made by a function that the oldest hosts lack.
   if (has_addresses && host.Has(Slot::kClient_CreateUninitializedBuffer)) return by_address;

@@ -2,6 +2,7 @@
 // memory: what that takes differs from host to host, and this is the one place for it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -50,8 +51,9 @@ class HostBuffer {
   const Host& host_;
   PJRT_Buffer* handle_;
   const Owner owner_;
-  bool is_ready_ = false;
-  void* address_ = nullptr;
+  // Atomic: executions share the buffers of a program's constants.
+  std::atomic<bool> is_ready_{false};
+  std::atomic<void*> address_{nullptr};
 };
 // The count of references says whether a plan still needs a buffer elsewhere.
 using BufferRef = std::shared_ptr<HostBuffer>;

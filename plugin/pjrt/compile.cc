@@ -133,7 +133,8 @@ bool ReadSized(const std::string& text, size_t& position, std::string& part) {
 
 Result<PJRT_LoadedExecutable*> CompileProgram(const ClientState& client, const std::string& program,
                                               const std::string& options) {
-  if (!Contains(program, "custom_call") && !ThePlugin()->is_old_host() && !plans_every_program) {
+  const bool is_plain = !Contains(program, "custom_call");
+  if (is_plain && !ThePlugin()->is_old_host() && !plans_every_program) {
     return CompileOnHost(client, program, options);
   }
   Result<Reply> reply = AskPython(program, options);

@@ -172,7 +172,8 @@ enum class Slot : int {
 };
 constexpr size_t kNumSlots = static_cast<size_t>(Slot::kCount);
 // Slots that a host of version 0.47 has: up to Executable_GetCompiledMemoryStats.
-constexpr size_t kNumStableSlots = static_cast<size_t>(Slot::kExecutable_GetCompiledMemoryStats) + 1;
+constexpr size_t kNumStableSlots =
+    static_cast<size_t>(Slot::kExecutable_GetCompiledMemoryStats) + 1;
 constexpr int kRearrangedMinor = 57;  // slots from kNumStableSlots on are read from here on
 
 static_assert(static_cast<int>(Slot::kClient_Compile) == 20, "the API's order");

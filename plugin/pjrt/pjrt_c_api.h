@@ -34,7 +34,8 @@ int jfm_pjrt_configure(const char* host_path, const char* platform_name, const c
                        int flags, JfmPartitionFunction partition, char* error, size_t error_size);
 
 // What is known of the configured host, as lines "key=value": api_version, num_slots,
-// old_host (0 or 1), stablehlo (the newest version that an old host reads, otherwise empty). 0, or an error code when nothing is configured.
+// old_host (0 or 1), stablehlo (the newest version that an old host reads, otherwise
+// empty). 0, or an error code when nothing is configured.
 int jfm_pjrt_host_facts(char* text, size_t text_size);
 
 // A typed XLA FFI handler; null for a stage that it has not. `api_version` and `traits` as

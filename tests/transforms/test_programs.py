@@ -138,6 +138,8 @@ def test_unmapped_call_under_vmap_is_not_batched():
     assert "9x" not in call.rsplit(": (", 1)[1]
 
 
-def test_default_on_the_cpu_has_no_custom_call():
-    text = texts(flash_attention, structs((B,), (B,), (B,)))["lowered"]
-    assert "jax_flash_metal" not in text
+@pytest.mark.parametrize("platform", ["cpu", "flash_metal"])
+def test_default_has_a_custom_call_on_flash_metal_only(platform):
+    with jax.default_device(jax.devices(platform)[0]):
+        text = texts(flash_attention, structs((B,), (B,), (B,)))["lowered"]
+    assert ("jax_flash_metal" in text) == (platform == "flash_metal")

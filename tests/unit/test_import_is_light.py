@@ -1,17 +1,35 @@
-"""Importing the package loads no native library and no Flax."""
+"""Importing the package loads no native library and no Flax; the plugin's entry point,
+which JAX imports in every process, loads next to nothing.
+"""
 
-import subprocess
-import sys
+from tests.support.processes import output_of
 
 PROGRAM = """
 import sys
 import jax_flash_metal
+jax_flash_metal.flash_attention
 assert "flax" not in sys.modules
 assert "jax_flash_metal.platforms" not in sys.modules
 import jax._src.xla_bridge as bridge
 assert not bridge._backends, "a JAX backend was started"
 """
 
+ENTRY_POINT_PROGRAM = """
+import sys
+import jax
+before = set(sys.modules)
+import jax_flash_metal.pjrt
+jax_flash_metal.pjrt.initialize()
+ours = {
+    "jax_flash_metal", "jax_flash_metal._version", "jax_flash_metal.pjrt",
+}
+assert set(sys.modules) - before <= ours, set(sys.modules) - before
+"""
+
 
 def test_import_is_light():
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+    assert output_of(PROGRAM) == ""
+
+
+def test_entry_point_is_light():
+    assert output_of(ENTRY_POINT_PROGRAM) == ""

@@ -15,10 +15,16 @@ LAYERS = [
     ("api",),
     ("checks", "support", "autodiff"),
     ("primitives",),
+    ("pjrt",),
+    ("partition",),
+    ("segment_writer",),
+    ("program_graph",),
+    ("call_records", "compile_options"),
+    ("stablehlo",),
     ("platforms",),
     ("lowering",),
     ("reference",),
-    ("config", "_jax_compat", "_version"),
+    ("config", "hosts", "plan", "_jax_compat", "_version"),
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))

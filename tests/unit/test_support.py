@@ -143,6 +143,14 @@ def test_explain_takes_arrays_and_positional_arguments():
     assert "mask" in jax_flash_metal.explain(x, x, x, None, mask).reason
 
 
+def test_explain_on_our_platform():
+    explanation = jax_flash_metal.explain(*qkv(), platform="flash_metal")
+    assert str(explanation) == (
+        "metal: the kernels run on the software Metal device, everything around them "
+        "on the host plugin."
+    )
+
+
 def test_forced_kernels_on_another_platform():
     def attend(query, key, value):
         return jax_flash_metal.flash_attention(
@@ -153,8 +161,9 @@ def test_forced_kernels_on_another_platform():
     with pytest.raises(NotImplementedError) as raised:
         traced.lower(lowering_platforms=("tpu",))
     assert str(raised.value) == (
-        "implementation='metal' needs one of the platforms ['cpu'], but this program "
-        "is compiled for 'tpu'; implementation=None or 'xla' runs everywhere."
+        "implementation='metal' needs one of the platforms ['cpu', 'flash_metal'], but "
+        "this program is compiled for 'tpu'; implementation=None or 'xla' runs "
+        "everywhere."
     )
 
 
