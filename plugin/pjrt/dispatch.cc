@@ -94,9 +94,28 @@ Status RunAndWait(const Execution& execution, std::vector<BufferRef>* results) {
 
 // -- Later ----------------------------------------------------------------------------
 
-bool CanRunLater(const Host& host) {
-  return host.Has(Slot::kClient_CreateAliasBuffer) && host.Has(Slot::kClient_FulfillAliasBuffer) &&
-         host.Has(Slot::kEvent_Create) && host.Has(Slot::kEvent_Set);
+// Types of which several elements share a byte.
+bool IsPacked(const TensorType& type) {
+  switch (BufferTypeOf(type.dtype)) {
+    case PJRT_BufferType_S2:
+    case PJRT_BufferType_U2:
+    case PJRT_BufferType_S4:
+    case PJRT_BufferType_U4:
+    case PJRT_BufferType_F4E2M1FN:
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool CanRunLater(const Program& program) {
+  // The layout of a promise cannot say that it is packed: the host would refuse the result.
+  const std::vector<TensorType>& types = program.output_types();
+  if (std::any_of(types.begin(), types.end(), IsPacked)) return false;
+  const Host& host = *program.device().host;
+  return program.device().memory != nullptr && host.Has(Slot::kClient_CreateAliasBuffer) &&
+         host.Has(Slot::kClient_FulfillAliasBuffer) && host.Has(Slot::kEvent_Create) &&
+         host.Has(Slot::kEvent_Set);
 }
 
 // A result that does not exist yet: the caller has a handle, we have its promise.
@@ -119,11 +138,18 @@ Result<Promise> NewPromise(const Device& device, const TensorType& type) {
   return Promise{args.alias_buffer, args.fulfill_alias_buffer_cb, NotePromise(args.alias_buffer)};
 }
 
-void Fulfill(const Device& device, const Promise& promise, const BufferRef& result,
+void DestroyBuffer(const Host& host, PJRT_Buffer* buffer) {
+  PJRT_Buffer_Destroy_Args args = {};
+  args.buffer = buffer;
+  (void)host.Call(args);
+}
+
+// With a result, or with null and why there is none.
+void Fulfill(const Device& device, const Promise& promise, PJRT_Buffer* result,
              const Status& status) {
   PJRT_Client_FulfillAliasBuffer_Args args = {};
   args.client = device.client;
-  args.buffer = result == nullptr ? nullptr : result->handle();
+  args.buffer = result;
   args.status_code = static_cast<PJRT_ErrorCode>(status.code());
   args.error_message = status.message().data();
   args.error_message_size = status.message().size();
@@ -131,6 +157,33 @@ void Fulfill(const Device& device, const Promise& promise, const BufferRef& resu
   // With an error status the host returns that very error: nothing to act on.
   (void)device.host->Call(args);
   PromiseIsKept(promise.id);
+}
+
+// An error that is a buffer: the CPU plugins write a line to stderr for every promise that
+// is fulfilled with an error status.
+Result<PJRT_Buffer*> NewErrorBuffer(const Device& device, const TensorType& type,
+                                    const Status& status) {
+  RowMajorLayout layout(type.dims.size());
+  PJRT_Client_CreateErrorBuffer_Args args = {};
+  args.client = device.client;
+  args.error_code = static_cast<PJRT_ErrorCode>(status.code());
+  args.error_message = status.message().data();
+  args.error_message_size = status.message().size();
+  args.shape_dims = type.dims.data();
+  args.shape_num_dims = type.dims.size();
+  args.shape_element_type = BufferTypeOf(type.dtype);
+  args.shape_layout = layout.get();
+  args.memory = device.memory;
+  if (Status created = device.host->Call(args); !created.ok()) return created;
+  return args.buffer;
+}
+
+void Fail(const Device& device, const Promise& promise, const TensorType& type,
+          const Status& status) {
+  Result<PJRT_Buffer*> error = NewErrorBuffer(device, type, status);
+  if (!error.ok()) return Fulfill(device, promise, nullptr, status);
+  Fulfill(device, promise, *error, {});
+  DestroyBuffer(*device.host, *error);
 }
 
 void SetEvent(const Host& host, PJRT_Event* event, const Status& status) {
@@ -142,19 +195,17 @@ void SetEvent(const Host& host, PJRT_Event* event, const Status& status) {
   (void)host.Call(args);
 }
 
-void DestroyBuffer(const Host& host, PJRT_Buffer* buffer) {
-  PJRT_Buffer_Destroy_Args args = {};
-  args.buffer = buffer;
-  (void)host.Call(args);
-}
-
 void RunAndFulfill(const Execution& execution, const std::vector<Promise>& promises,
                    PJRT_Event* done) {
   const Device& device = execution.program->device();
   std::vector<BufferRef> results;
   const Status status = RunAndWait(execution, &results);
   for (size_t i = 0; i < promises.size(); ++i) {
-    Fulfill(device, promises[i], status.ok() ? results[i] : nullptr, status);
+    if (status.ok()) {
+      Fulfill(device, promises[i], results[i]->handle(), {});
+    } else {
+      Fail(device, promises[i], execution.program->output_types()[i], status);
+    }
   }
   if (done != nullptr) SetEvent(*device.host, done, status);
 }
@@ -245,10 +296,7 @@ Status ExecuteProgram(const std::shared_ptr<const Program>& program,
   if (Status status = AcquireBuffers(execution.arguments, execution.donated); !status.ok()) {
     return status;
   }
-  const Device& device = program->device();
-  if (device.memory != nullptr && CanRunLater(*device.host)) {
-    return StartLater(std::move(execution), args);
-  }
+  if (CanRunLater(*program)) return StartLater(std::move(execution), args);
   return RunNow(execution, args);
 }
 

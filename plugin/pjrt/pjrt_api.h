@@ -562,6 +562,20 @@ struct PJRT_Client_FulfillAliasBuffer_Args {
   PJRT_FulfillAliasBufferCallback* fulfill_alias_buffer_cb;
 };
 
+struct PJRT_Client_CreateErrorBuffer_Args {  // since 0.82 or so
+  JFM_PJRT_ARGS(Client_CreateErrorBuffer);
+  PJRT_Client* client;
+  PJRT_ErrorCode error_code;
+  const char* error_message;
+  size_t error_message_size;
+  const int64_t* shape_dims;
+  size_t shape_num_dims;
+  int32_t shape_element_type;
+  PJRT_MemoryLayout* shape_layout;
+  PJRT_Memory* memory;
+  PJRT_Buffer* buffer;
+};
+
 struct PJRT_Device_AddressableMemories_Args {
   JFM_PJRT_ARGS(Device_AddressableMemories);
   PJRT_Device* device;
@@ -850,6 +864,7 @@ static_assert(sizeof(PJRT_Client_BufferFromHostBuffer_Args) == 120, "the API's l
 static_assert(sizeof(PJRT_LoadedExecutable_Execute_Args) == 80, "the API's layout");
 static_assert(sizeof(PJRT_Client_CreateAliasBuffer_Args) == 80, "the API's layout");
 static_assert(sizeof(PJRT_Client_FulfillAliasBuffer_Args) == 64, "the API's layout");
+static_assert(sizeof(PJRT_Client_CreateErrorBuffer_Args) == 96, "the API's layout");
 static_assert(sizeof(PJRT_Client_CreateUninitializedBuffer_Args) == 80, "the API's layout");
 static_assert(sizeof(PJRT_NamedValue) == 56, "the API's layout");
 static_assert(offsetof(PJRT_ExecuteOptions, context) == 72, "the API's layout");

@@ -232,6 +232,8 @@ constexpr int32_t kBufferTypes[] = {
     PJRT_BufferType_S4,         PJRT_BufferType_U4,         PJRT_BufferType_F8E4M3B11FNUZ,
     PJRT_BufferType_F8E5M2FNUZ, PJRT_BufferType_F8E4M3FNUZ, PJRT_BufferType_S2,
     PJRT_BufferType_U2,         PJRT_BufferType_F8E4M3,     PJRT_BufferType_F8E3M4,
+    PJRT_BufferType_INVALID,    PJRT_BufferType_INVALID,    PJRT_BufferType_F4E2M1FN,
+    PJRT_BufferType_F8E8M0FNU,
 };
 constexpr int32_t kNumTypes = sizeof(kBufferTypes) / sizeof(kBufferTypes[0]);
 

@@ -77,6 +77,10 @@ Status HostExecutable::ReadOutputTypes() {
   const int64_t* dims = dimensions.dims;
   for (size_t i = 0; i < types.num_output_types; ++i) {
     const int64_t* end = dims + dimensions.dim_sizes[i];
+    if (PrimitiveTypeOf(types.output_types[i]) == 0) {
+      return {Code::kUnimplemented, "a result of the program has an unknown element type (" +
+                                        std::to_string(types.output_types[i]) + ")."};
+    }
     output_types_.push_back({PrimitiveTypeOf(types.output_types[i]), {dims, end}});
     dims = end;
   }

@@ -115,8 +115,8 @@ class AttributeTable {
     static Status BadSize(const AttributeValue& attribute, const std::string& where,
                           int64_t count) {
       return InvalidArgument(where + " has " + std::to_string(attribute.data.size()) +
-                             " bytes for " + std::to_string(count) +
-                             " values of XLA data type " + std::to_string(attribute.dtype));
+                             " bytes for " + std::to_string(count) + " values of XLA data type " +
+                             std::to_string(attribute.dtype));
     }
 
     std::string name;
@@ -238,9 +238,9 @@ class FfiCall final : public CustomCall {
       for (const std::string& name : RegisteredTargets()) {
         names += (names.empty() ? "" : ", ") + name;
       }
-      return Status(Code::kNotFound, "no FFI handler is registered for the custom call target " +
-                                         spec.target + "; registered are: " +
-                                         (names.empty() ? "none" : names) + ".");
+      return Status(Code::kNotFound,
+                    "no FFI handler is registered for the custom call target " + spec.target +
+                        "; registered are: " + (names.empty() ? "none" : names) + ".");
     }
     std::unique_ptr<FfiCall> call(new FfiCall(*std::move(handler)));
     if (Status status = call->Prepare(spec, user_data); !status.ok()) return call->Named(status);
@@ -285,12 +285,11 @@ class FfiCall final : public CustomCall {
     const size_t count = operands_.size() + results_.size();
     SmallArray<XLA_FFI_Buffer> buffers(count);
     SmallArray<void*> pointers(count);
-    Status status =
-        operands_.Fill(operands, buffers.get(), pointers.get(), &call.frame.arguments);
+    Status status = operands_.Fill(operands, buffers.get(), pointers.get(), &call.frame.arguments);
     if (!status.ok()) return status;
     const size_t first = operands_.size();
-    status = results_.Fill(results, buffers.get() + first, pointers.get() + first,
-                           &call.frame.results);
+    status =
+        results_.Fill(results, buffers.get() + first, pointers.get() + first, &call.frame.results);
     if (!status.ok()) return status;
 
     State prepared;

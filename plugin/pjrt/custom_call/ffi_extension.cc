@@ -170,8 +170,7 @@ Status RegisterTarget(RegisterHandlerArgs* args, PJRT_Error** host_error) {
   const std::string name(request.target, request.target_size);
   const std::string platform(request.platform, request.platform_size);
   const FfiNode* host = extension->host;
-  const bool host_takes_handlers = host != nullptr &&
-                                   host->base.struct_size >= sizeof(FfiNode) &&
+  const bool host_takes_handlers = host != nullptr && host->base.struct_size >= sizeof(FfiNode) &&
                                    host->register_handler != nullptr;
   if (platform == extension->platform || !host_takes_handlers) {
     return RegisterHandlerOfPlatform(name, platform, stages);
@@ -183,9 +182,8 @@ Status RegisterTarget(RegisterHandlerArgs* args, PJRT_Error** host_error) {
 
 }  // namespace
 
-PJRT_Extension* MakeFfiExtension(const std::string& platform_name,
-                                 const PJRT_Extension* host_node, PJRT_Extension* next,
-                                 CreateErrorFunction create_error) {
+PJRT_Extension* MakeFfiExtension(const std::string& platform_name, const PJRT_Extension* host_node,
+                                 PJRT_Extension* next, CreateErrorFunction create_error) {
   SetHandlerPlatform(platform_name);
   extension = new Extension;
   extension->platform = platform_name;

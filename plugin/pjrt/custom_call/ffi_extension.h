@@ -15,9 +15,8 @@ using CreateErrorFunction = PJRT_Error* (*)(const Status& status);
 // The node, to be linked in front of `next`; it lives as long as the process. To be
 // called once. `platform_name` is ours: its handlers go to our registry. `host_node` is
 // the host's own node of this type, or null.
-PJRT_Extension* MakeFfiExtension(const std::string& platform_name,
-                                 const PJRT_Extension* host_node, PJRT_Extension* next,
-                                 CreateErrorFunction create_error);
+PJRT_Extension* MakeFfiExtension(const std::string& platform_name, const PJRT_Extension* host_node,
+                                 PJRT_Extension* next, CreateErrorFunction create_error);
 
 // What was attached to an execution's context; null when nothing was. Valid until
 // ForgetUserData, to be called when the context is destroyed.

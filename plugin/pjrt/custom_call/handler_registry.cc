@@ -28,8 +28,8 @@ Registry& GetRegistry() {
 }
 
 bool SameFunctions(const HandlerStages& a, const HandlerStages& b) {
-  return a.instantiate == b.instantiate && a.prepare == b.prepare &&
-         a.initialize == b.initialize && a.execute == b.execute;
+  return a.instantiate == b.instantiate && a.prepare == b.prepare && a.initialize == b.initialize &&
+         a.execute == b.execute;
 }
 
 // XLA's question before the first call: with which version of the API were you compiled?
@@ -57,8 +57,7 @@ Result<int32_t> AskForMinor(void* function) {
   }
   const XLA_FFI_Version& version = metadata.api_version;
   if (version.major == -1) return InvalidArgument("it did not tell its FFI version");
-  if (version.major != kXlaFfiApiMajor || version.minor < 1 ||
-      version.minor > kXlaFfiNewestMinor) {
+  if (version.major != kXlaFfiApiMajor || version.minor < 1 || version.minor > kXlaFfiNewestMinor) {
     return InvalidArgument("it was compiled with version " + std::to_string(version.major) + "." +
                            std::to_string(version.minor) +
                            " of XLA's FFI headers; the known ones are 0.1 to 0." +
@@ -68,8 +67,8 @@ Result<int32_t> AskForMinor(void* function) {
 }
 
 Status Refused(const std::string& name, const Status& status) {
-  return {status.code(), "FFI handler " + name + " cannot be registered: " + status.message() +
-                             "."};
+  return {status.code(),
+          "FFI handler " + name + " cannot be registered: " + status.message() + "."};
 }
 
 }  // namespace
@@ -86,8 +85,7 @@ Status RegisterHandler(const std::string& name, const HandlerStages& stages) {
   Handler handler;
   handler.name = name;
   handler.stages = stages;
-  void* const functions[] = {stages.instantiate, stages.prepare, stages.initialize,
-                             stages.execute};
+  void* const functions[] = {stages.instantiate, stages.prepare, stages.initialize, stages.execute};
   for (int stage = XLA_FFI_INSTANTIATE; stage <= XLA_FFI_EXECUTE; ++stage) {
     if (functions[stage] == nullptr) continue;
     const Result<int32_t> minor = AskForMinor(functions[stage]);
@@ -142,8 +140,8 @@ Status RegisterType(const std::string& name, int64_t* type_id, void (*deleter)(v
   for (auto& [id, type] : registry.types) {
     if (type.name == name) {
       if (*type_id != id) {
-        return {Code::kAlreadyExists, "FFI type " + name + " is registered already, with type id " +
-                                          std::to_string(id)};
+        return {Code::kAlreadyExists,
+                "FFI type " + name + " is registered already, with type id " + std::to_string(id)};
       }
       // Whoever knew it by its id alone did not know the deleter.
       if (type.deleter == nullptr) type.deleter = deleter;

@@ -32,7 +32,7 @@ struct HandlerFunction {
 
 struct Handler {
   std::string name;
-  HandlerStages stages;                           // as registered
+  HandlerStages stages;                            // as registered
   HandlerFunction functions[XLA_FFI_EXECUTE + 1];  // by XLA_FFI_Stage
 };
 

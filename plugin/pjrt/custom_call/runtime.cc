@@ -32,8 +32,8 @@ Status State::Set(int64_t type_id, void* object, void (*deleter)(void*)) {
 Result<void*> State::Get(int64_t type_id) const {
   if (object_ == nullptr) return Status(Code::kNotFound, "the state is not set");
   if (type_id_ != type_id) {
-    return InvalidArgument("the state has type id " + std::to_string(type_id_) +
-                           ", but type id " + std::to_string(type_id) + " was asked for");
+    return InvalidArgument("the state has type id " + std::to_string(type_id_) + ", but type id " +
+                           std::to_string(type_id) + " was asked for");
   }
   return object_;
 }
@@ -172,8 +172,8 @@ Status HandlerRegister(XLA_FFI_HandlerRegisterArgs* args) {
   stages.execute = args->bundle.execute;
   const bool has_record =
       args->header.struct_size >= XLA_FFI_SIZE(XLA_FFI_HandlerRegisterArgs5, traits);
-  stages.traits = has_record ? reinterpret_cast<XLA_FFI_HandlerRegisterArgs5*>(args)->traits
-                             : args->traits;
+  stages.traits =
+      has_record ? reinterpret_cast<XLA_FFI_HandlerRegisterArgs5*>(args)->traits : args->traits;
   return RegisterHandlerOfPlatform(ToString(args->name), ToString(args->platform), stages);
 }
 
@@ -195,8 +195,8 @@ Status ContextGet(XLA_FFI_ContextGetArgs* args) {
   const UserData* user_data = args->context->execution.user_data;
   args->data = user_data != nullptr ? user_data->Find(*args->type_id) : nullptr;
   if (args->data != nullptr) return {};
-  return {Code::kNotFound, "the execution has no user data of type id " +
-                               std::to_string(*args->type_id)};
+  return {Code::kNotFound,
+          "the execution has no user data of type id " + std::to_string(*args->type_id)};
 }
 
 Status SetState(XLA_FFI_ExecutionContext* context, int32_t stage, int64_t type_id, void* state,
@@ -216,9 +216,9 @@ Status StateSet1(XLA_FFI_StateArgs1* args) {
 Result<TypeInfo> RegisteredType(int64_t type_id) {
   std::optional<TypeInfo> type = FindType(type_id);
   if (type.has_value()) return *std::move(type);
-  return Status(Code::kFailedPrecondition,
-                "no type is registered with type id " + std::to_string(type_id) +
-                    "; see jax.ffi.register_ffi_type");
+  return Status(Code::kFailedPrecondition, "no type is registered with type id " +
+                                               std::to_string(type_id) +
+                                               "; see jax.ffi.register_ffi_type");
 }
 
 constexpr size_t kStateSize2 = XLA_FFI_SIZE(XLA_FFI_StateArgs1, state);
@@ -247,9 +247,9 @@ Status StateGet(XLA_FFI_ArgsHeader* args) {
   const State* state = nullptr;
   if (stage >= 0 && stage < kNumStateStages) state = args1->context->states[stage];
   if (state == nullptr) {
-    return {Code::kFailedPrecondition, std::string("there is no state of the ") +
-                                           StageName(stage) + " stage at the " +
-                                           StageName(args1->context->stage) + " stage"};
+    return {Code::kFailedPrecondition, std::string("there is no state of the ") + StageName(stage) +
+                                           " stage at the " + StageName(args1->context->stage) +
+                                           " stage"};
   }
   const Result<void*> object = state->Get(has_stage ? *args3->type_id : *args1->type_id);
   if (!object.ok()) return object.status();
@@ -322,8 +322,8 @@ Status ContextFindExtension(XLA_FFI_FindExtensionArgs* args) {
 }
 
 Status CustomOptionsGet(XLA_FFI_CustomOptionsArgs* args) {
-  static const XLA_FFI_Attributes none = {sizeof(XLA_FFI_Attributes), nullptr, 0, nullptr,
-                                          nullptr, nullptr};
+  static const XLA_FFI_Attributes none = {
+      sizeof(XLA_FFI_Attributes), nullptr, 0, nullptr, nullptr, nullptr};
   args->options = &none;
   return {};
 }
@@ -430,8 +430,7 @@ const XLA_FFI_Api* ApiForMinor(int32_t minor) {
 
 Status CallHandler(void* function, XLA_FFI_CallFrameWithFuture* frame) {
   void* returned = nullptr;
-  Status status =
-      CallWithBarrier(reinterpret_cast<void* (*)(void*)>(function), frame, &returned);
+  Status status = CallWithBarrier(reinterpret_cast<void* (*)(void*)>(function), frame, &returned);
   if (returned != nullptr) {
     // A handler that fails may not also promise to finish later, so its future (there is
     // none, in the handlers of XLA's own C++ API) is not waited for.

@@ -90,5 +90,5 @@ struct XLA_FFI_ExecutionContext {
   int32_t stage = 0;
   jfm::pjrt::ExecuteContext execution;
   jfm::pjrt::State* states[jfm::pjrt::kNumStateStages] = {};  // null: not there yet
-  jfm::pjrt::ScratchMemory* memory = nullptr;  // null at the instantiate stage
+  jfm::pjrt::ScratchMemory* memory = nullptr;                 // null at the instantiate stage
 };

@@ -1,5 +1,6 @@
 #include "plugin/pjrt/custom_call/types.h"
 
+#include <algorithm>
 #include <iterator>
 
 namespace jfm::pjrt {
@@ -25,6 +26,8 @@ int64_t ElementBytes(int32_t dtype) {
 bool TensorType::is_token() const { return dtype == kToken; }
 
 int64_t TensorType::num_elements() const {
+  // An empty array may have other dimensions of any size.
+  if (std::find(dims.begin(), dims.end(), 0) != dims.end()) return 0;
   int64_t count = 1;
   for (int64_t size : dims) count *= size;
   return count;

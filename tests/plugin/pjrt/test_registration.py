@@ -387,6 +387,26 @@ def test_custom_call(double_library, when, form):
     assert output_of(program, **NAMED) == "[1. 3. 5.]"
 
 
+def test_exported_for_two_platforms():
+    # The kernels are the default on ours only, so the program has a branch for each.
+    program = """
+    import jax, numpy as np
+    from jax import export
+    from jax_flash_metal import flash_attention
+    x = np.linspace(-1, 1, 256, dtype=np.float32).reshape(1, 8, 2, 16)
+    attend = jax.jit(lambda x: flash_attention(x, x, x, is_causal=True))
+    allowed = export.DisabledSafetyCheck.custom_call("jax_flash_metal_forward_v1")
+    platforms = ["cpu", "flash_metal"]
+    exported = export.export(attend, platforms=platforms, disabled_checks=[allowed])(x)
+    assert "jax_flash_metal_forward_v1" in exported.mlir_module()
+    for platform in platforms:
+        out = exported.call(jax.device_put(x, jax.devices(platform)[0]))
+        print(next(iter(out.devices())).platform, np.abs(out - attend(x)).max() < 1e-5)
+    """
+    settings = {"JAX_PLATFORMS": "flash_metal,cpu"}
+    assert output_of(program, **settings) == "cpu True\nflash_metal True"
+
+
 def test_untyped_custom_call_is_refused(double_library):
     program = f"""
     import ctypes, jax

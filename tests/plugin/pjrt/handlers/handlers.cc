@@ -96,10 +96,11 @@ std::string Text(ffi::Span<const T> values) {
 }
 
 ffi::Error ScalarsImpl(ffi::Result<U8> out, bool b, int8_t s8, int16_t s16, int32_t s32,
-                       int64_t s64, uint8_t u8, uint16_t u16, uint32_t u32, uint64_t u64,
-                       float f32, double f64, std::string_view text, Mode mode) {
+                       int64_t s64, uint8_t u8, uint16_t u16, uint32_t u32, uint64_t u64, float f32,
+                       double f64, std::string_view text, Mode mode) {
   Write(Text(b) + Text(s8) + Text(s16) + Text(s32) + Text(s64) + Text(u8) + Text(u16) + Text(u32) +
-            Text(u64) + Text(f32) + Text(f64) + std::string(text) + " " + Text(static_cast<int32_t>(mode)),
+            Text(u64) + Text(f32) + Text(f64) + std::string(text) + " " +
+            Text(static_cast<int32_t>(mode)),
         *out);
   return ffi::Error::Success();
 }
@@ -110,8 +111,8 @@ ffi::Error ComplexImpl(ffi::Result<U8> out, std::complex<float> c64) {
   return ffi::Error::Success();
 }
 
-ffi::Error ArraysImpl(ffi::Result<U8> out, ffi::Span<const uint8_t> u8,
-                      ffi::Span<const int8_t> s8, ffi::Span<const int32_t> s32, ffi::Span<const int64_t> s64,
+ffi::Error ArraysImpl(ffi::Result<U8> out, ffi::Span<const uint8_t> u8, ffi::Span<const int8_t> s8,
+                      ffi::Span<const int32_t> s32, ffi::Span<const int64_t> s64,
                       ffi::Span<const float> f32, ffi::Span<const double> f64,
                       ffi::Span<const int64_t> none) {
   Write(Text(u8) + Text(s8) + Text(s32) + Text(s64) + Text(f32) + Text(f64) + Text(none), *out);
@@ -352,10 +353,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(Range, ffi::StructMember<int64_t>("low"),
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Scale, ScaleImpl,
                               ffi::Ffi::Bind().Arg<F32>().Ret<F32>().Attr<float>("factor"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Split, SplitImpl,
-                              ffi::Ffi::Bind().Arg<F32>().Ret<F32>().Ret<S64>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SumAll, SumAllImpl,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Split, SplitImpl, ffi::Ffi::Bind().Arg<F32>().Ret<F32>().Ret<S64>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SumAll, SumAllImpl, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     TokenPass, TokenImpl,
     ffi::Ffi::Bind().Arg<ffi::Token>().Arg<F32>().Ret<ffi::Token>().Ret<F32>());
@@ -376,8 +375,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Scalars, ScalarsImpl,
                                   .Attr<double>("f64")
                                   .Attr<std::string_view>("text")
                                   .Attr<Mode>("mode"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    Complex, ComplexImpl, ffi::Ffi::Bind().Ret<U8>().Attr<std::complex<float>>("c64"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Complex, ComplexImpl,
+                              ffi::Ffi::Bind().Ret<U8>().Attr<std::complex<float>>("c64"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Arrays, ArraysImpl,
                               ffi::Ffi::Bind()
                                   .Ret<U8>()
@@ -391,8 +390,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Arrays, ArraysImpl,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     Dictionaries, DictionariesImpl,
     ffi::Ffi::Bind().Ret<U8>().Attr<ffi::Dictionary>("outer").Attr<Range>("range"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AllAttributes, AllAttributesImpl,
-                              ffi::Ffi::Bind().Ret<U8>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AllAttributes, AllAttributesImpl, ffi::Ffi::Bind().Ret<U8>().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CountInstantiate, InstantiateImpl,
                               ffi::Ffi::BindInstantiate().Attr<int64_t>("start"));
@@ -429,8 +427,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Scratch, ScratchImpl,
                                   .Attr<int64_t>("size")
                                   .Attr<int64_t>("alignment"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    Pool, PoolImpl,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<S64>().Attr<int64_t>("tasks"));
+    Pool, PoolImpl, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<S64>().Attr<int64_t>("tasks"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     NestedPool, NestedPoolImpl,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<S64>().Attr<int64_t>("tasks"));
@@ -439,12 +436,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(UserDataNumber, UserDataImpl,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Stream, StreamImpl,
                               ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ret<S64>());
 #if XLA_FFI_API_MINOR >= 3
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Ids, IdsImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Ret<S64>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    Ids, IdsImpl,
+    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::ThreadPool>().Ret<S64>());
 #endif
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -98,11 +98,11 @@ int64_t type_id = 0;
 struct Layout {
   int32_t minor;
   int future_create;
-  int num_threads;     // -1: it has none
-  int run_id;          // -1
-  bool set_deleter;    // State_Set takes a deleter
-  bool has_stage;      // State_Set and State_Get take a stage
-  size_t message_size; // of Error_GetMessage's arguments
+  int num_threads;      // -1: it has none
+  int run_id;           // -1
+  bool set_deleter;     // State_Set takes a deleter
+  bool has_stage;       // State_Set and State_Get take a stage
+  size_t message_size;  // of Error_GetMessage's arguments
 };
 
 // Also checks that the runtime answers as XLA of that version.
@@ -114,8 +114,8 @@ void* Run(const Layout& layout, Frame& frame) {
   const size_t context = reinterpret_cast<size_t>(frame.context);
   if (frame.stage == 0) {
     if (frame.operands.count != 0 || frame.results.count != 0) return Fail(frame, "operands");
-    const std::string name = "raw" + std::to_string(layout.minor) + "_" +
-                             std::to_string(layout.future_create);
+    const std::string name =
+        "raw" + std::to_string(layout.minor) + "_" + std::to_string(layout.future_create);
     type_id = 0;
     const size_t info[3] = {24, 0, reinterpret_cast<size_t>(&Delete)};
     Args type = {{40, 0, reinterpret_cast<size_t>(name.data()), name.size(),
@@ -183,10 +183,10 @@ void* Run(const Layout& layout, Frame& frame) {
 
 }  // namespace
 
-#define LAYOUT(name, ...)                             \
-  extern "C" void* name(Frame* frame) {               \
-    static const Layout layout = {__VA_ARGS__};       \
-    return Run(layout, *frame);                       \
+#define LAYOUT(name, ...)                       \
+  extern "C" void* name(Frame* frame) {         \
+    static const Layout layout = {__VA_ARGS__}; \
+    return Run(layout, *frame);                 \
   }
 LAYOUT(Raw01First, 1, 12, -1, -1, true, false, 32)  // jaxlib 0.4.34
 LAYOUT(Raw01Later, 1, 13, 12, 16, true, false, 32)  // 0.5.3 to 0.7.2
