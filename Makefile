@@ -7,8 +7,10 @@ PY := $(VENV)/bin/python
 # loadgroup: tests that share a costly fixture run in one process.
 PYTEST := $(PY) -m pytest -n auto --dist loadgroup
 SOURCES := jax_flash_metal plugin tests tools examples
+# What holds on every platform that has the kernels, run again where flash_metal is the default.
+CONTRACT := JAX_PLATFORMS=flash_metal,cpu $(PYTEST) @tests/contract.txt
 
-.PHONY: help setup build test test-all check-kernels lint format wheels demo clean
+.PHONY: help setup build test test-all jax-tests check-kernels sanitize lint format wheels demo clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,6 +28,9 @@ build: setup ## the native library, in the source tree
 check-kernels: setup ## the strict front end and the race checker over every kernel
 	@$(PYTEST) tests/checker
 
+sanitize: setup ## drivers of the plugin under the sanitizers of a system g++ or clang++
+	@$(PY) -m tests.sanitize
+
 lint: setup ## ruff and mypy
 	@$(PY) -m ruff check $(SOURCES)
 	@$(PY) -m ruff format --check $(SOURCES)
@@ -37,10 +42,15 @@ format: setup ## let ruff put the sources in order
 
 test: lint build ## lint, build and the tests, those of check-kernels among them
 	@$(PYTEST) -m "not slow"
+	@$(CONTRACT) -m "not slow"
 
 test-all: lint build ## every test, the slow ones too, and every corner of JAX versions
 	@$(PYTEST)
+	@$(CONTRACT)
 	@$(PY) tools/environments.py corners -n auto --dist loadgroup -m "not slow"
+
+jax-tests: setup ## JAX's own tests on platform flash_metal, as docs/jax-tests.md says
+	@$(PY) tools/environments.py run current tools/jax_tests.py $(if $(JAX),--source $(JAX))
 
 wheels: setup ## wheels for Linux x86-64 and aarch64, in dist/
 	@for target in linux-x86_64 linux-aarch64; do \

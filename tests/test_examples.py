@@ -15,9 +15,9 @@ README = ROOT / "README.md"
 DOCUMENTS = sorted([README, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 
 
-def run_example(name: str, *arguments: str) -> str:
+def run_example(name: str, *arguments: str, platforms: str = "cpu") -> str:
     """Its standard output; fails with everything it wrote."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "JAX_PLATFORMS": platforms, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, check=False
@@ -42,10 +42,13 @@ def test_quickstart() -> None:
     assert "out (2, 200, 8, 64)" in output
 
 
-def test_training_learns_and_agrees_with_the_reference() -> None:
+@pytest.mark.parametrize("platforms", ["cpu", "flash_metal,cpu"])
+def test_training_learns_and_agrees_with_the_reference(platforms: str) -> None:
     sizes = "--batch 4 --length 40 --width 24 --heads 3 --layers 1 --sample 5"
     steps = "--steps 20 --learning-rate 1e-2 --margin -9"
-    output = run_example("train_gpt.py", *sizes.split(), *steps.split())
+    output = run_example(
+        "train_gpt.py", *sizes.split(), *steps.split(), platforms=platforms
+    )
     losses = re.findall(r"^metal: step +\d+, ([\d.]+) bits/byte", output, re.M)
     assert float(losses[-1]) < float(losses[0]) - 1
     difference = re.search(r"largest difference from .* ([\d.e-]+) \(allowed", output)

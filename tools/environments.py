@@ -105,9 +105,16 @@ def run_corner(name: str, pytest_arguments: Sequence[str]) -> str:
     if python is None:
         return f"not run: no Python {CORNERS[name][0]} found"
     ignored = [f"--ignore={path}" for path in INDEPENDENT_OF_JAX]
-    tests = [python, "-m", "pytest", *ignored, *pytest_arguments]
-    done = subprocess.run(tests, cwd=ROOT, check=False)
-    return "passed" if done.returncode == 0 else "FAILED"
+    on_flash_metal = {**os.environ, "JAX_PLATFORMS": "flash_metal,cpu"}
+    passed = True
+    for what, environment in (
+        (ignored, None),
+        (["@tests/contract.txt"], on_flash_metal),
+    ):
+        tests = [python, "-m", "pytest", *what, *pytest_arguments]
+        done = subprocess.run(tests, cwd=ROOT, env=environment, check=False)
+        passed = passed and done.returncode == 0
+    return "passed" if passed else "FAILED"
 
 
 def run_in_corner(name: str, arguments: Sequence[str]) -> int:

@@ -17,8 +17,10 @@ ABI = {
     *("jfm_version", "jfm_abi_version", "jfm_set_threads"),
     *("jfm_attention_forward", "jfm_attention_backward"),
     *("jax_flash_metal_forward_v1", "jax_flash_metal_backward_v1"),
+    *("GetPjrtApi", "jfm_pjrt_configure", "jfm_pjrt_reply"),
+    *("jfm_pjrt_register_handler", "jfm_pjrt_register_type"),
 }
-OURS = re.compile(r"(jfm|jax_flash_metal)_\w+")
+OURS = re.compile(r"GetPjrtApi|(jfm|jax_flash_metal)_\w+")
 SYSTEM = re.compile(r"(libc|libm|libdl|libpthread|librt|ld-linux-.*)\.so\.\d+")
 
 

@@ -109,8 +109,7 @@ extern "C" JFM_EXPORT int jfm_test_take_error(PJRT_Error* error, const Error* ou
 
 extern "C" JFM_EXPORT void* jfm_test_user_data(const PJRT_ExecuteContext* context,
                                                int64_t type_id) {
-  const UserData* user_data = FindUserData(context);
-  return user_data == nullptr ? nullptr : user_data->Find(type_id);
+  return FindUserData(context).values.Find(type_id);
 }
 
 extern "C" JFM_EXPORT void jfm_test_forget(const PJRT_ExecuteContext* context) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 import time
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_flash_metal._jax_compat import ffi
 from tests.plugin.pjrt import on_platform
 from tests.plugin.pjrt.on_platform import like, put, scale
 from tests.support.ffi_call import bind
@@ -153,6 +155,52 @@ def test_one_buffer_donated_and_kept():
         np.testing.assert_array_equal(result, X * 5)
 
 
+# -- Calls that write over an operand --------------------------------------------------
+
+
+def scale_in_place(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """x * 2, written to x's memory if nobody else needs that."""
+    if "input_output_aliases" not in inspect.signature(ffi.ffi_call).parameters:
+        pytest.skip("this version's ffi_call has no aliases")
+    on_platform.register_handlers()
+    call = ffi.ffi_call("test_Scale", like(x), input_output_aliases={0: 0})
+    x, *_ = jax.lax.optimization_barrier((x, *others))
+    return call(x, factor=np.float32(2))
+
+
+def test_a_call_in_place_changes_nothing_that_is_still_needed():
+    def run(x):
+        y = x + 1
+        return scale_in_place(x), scale_in_place(y), y * 3, scale_in_place(x * 5)
+
+    x = put(X)
+    results = jax.jit(run)(x)
+    for got, expected in zip(results, (X * 2, (X + 1) * 2, (X + 1) * 3, X * 10)):
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(x, X)
+
+
+def test_a_call_in_place_lets_the_host_finish_reading():
+    # The second call depends on the host's slow segment only through a branch that is
+    # not taken, so nothing waits for it before y is written over.
+    def slow(y):
+        return jax.lax.fori_loop(0, 2000, lambda _, z: jnp.sin(z) + y, y)
+
+    def run(x, index):
+        y = scale(x)
+        z = slow(y)
+        chosen = jax.lax.cond(index > 0, lambda: scale(z), lambda: scale(x))
+        return z, scale_in_place(y, chosen)
+
+    run = jax.jit(run)
+    x = put(np.linspace(0, 1, 1 << 14, dtype=np.float32))
+    expected = np.asarray(jax.jit(lambda x: slow(x * 2))(x))
+    for _ in range(2):
+        z, doubled = run(x, 0)
+        np.testing.assert_array_equal(doubled, np.asarray(x) * 4)
+        np.testing.assert_allclose(z, expected, rtol=1e-4, atol=1e-4)
+
+
 # -- Time ------------------------------------------------------------------------------
 
 
@@ -183,6 +231,19 @@ def test_arguments_may_be_deleted_and_donated_while_it_runs():
     np.testing.assert_array_equal(second, X * 2 + 1 + X * 3)
     np.testing.assert_array_equal(third, X * 2 + 1)
     np.testing.assert_array_equal(fourth, X * 6 + 1)
+
+
+def test_donated_memory_is_not_reused_while_an_earlier_execution_needs_it():
+    earlier = jax.jit(lambda x, y: wait(x, 200) + y)
+    # Its first segment would take y's memory, long before the other has read it.
+    later = jax.jit(lambda y: scale(jnp.sin(y)), donate_argnums=0)
+    jax.block_until_ready((earlier(put(X), put(X)), later(put(X))))
+    x, y = put(X), put(X * 3)
+    first = earlier(x, y)
+    second = later(y)
+    assert y.is_deleted()
+    np.testing.assert_allclose(second, np.sin(X * 3) * 2, rtol=1e-6)
+    np.testing.assert_array_equal(first, X + 1 + X * 3)
 
 
 def test_results_that_do_not_exist_yet_can_be_used():
