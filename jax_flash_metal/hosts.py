@@ -35,6 +35,7 @@ class KnownHost:
     Attributes:
       name: Of the package on PyPI.
       system: As in sys.platform.
+      machine: x86_64 or arm64.
       module: The Python package that has the library. It is not imported.
       library: The library's path inside the package.
       options: What its PJRT client is created with.
@@ -42,6 +43,7 @@ class KnownHost:
 
     name: str
     system: str
+    machine: str
     module: str
     library: str
     options: Mapping[str, int | str]
@@ -53,6 +55,7 @@ KNOWN_HOSTS = (
     KnownHost(
         "lammps-jax-pjrt-cpu",
         "linux",
+        "x86_64",
         "lammps_jax_pjrt_cpu",
         "pjrt_c_api_cpu_plugin.so",
         _ONE_CPU,
@@ -60,6 +63,7 @@ KNOWN_HOSTS = (
     KnownHost(
         "fastatomstruct-xla-cpu",
         "linux",
+        "x86_64",
         "fastatomstruct_xla_cpu",
         "libpjrt_cpu.so",
         _ONE_CPU,
@@ -127,7 +131,8 @@ def _named(setting: str) -> Host:
 
 
 def _first_installed() -> Host:
-    here = [known for known in KNOWN_HOSTS if known.system == sys.platform]
+    machine = _canonical_machine(platform.machine())
+    here = [k for k in KNOWN_HOSTS if (k.system, k.machine) == (sys.platform, machine)]
     for known in here:
         path = _installed_library(known)
         if path is not None:
@@ -135,7 +140,7 @@ def _first_installed() -> Host:
     advice = (
         "pip install 'jax-flash-metal[software]' installs one"
         if here
-        else f"none is known for {sys.platform!r}"
+        else f"none is known for {sys.platform} on {machine}"
     )
     raise HostError(
         "platform flash_metal runs over a host plugin, and none is installed: "

@@ -19,6 +19,7 @@ What is done with programs and buffers is in plugin/pjrt and partition.py.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -92,7 +93,11 @@ def start() -> None:
         if not _jax_compat.READS_NEW_OPTIMIZED_PROGRAMS:
             flags |= _HIDE_OPTIMIZED_PROGRAM
         targets = _Targets(library)
-        _callback = _PartitionFunction(_Partitioner(library))
+        if _callback is None:
+            _callback = _PartitionFunction(_Partitioner(library))
+            # JAX compiles on threads of its own, and Ctrl-C does not wait for them: the
+            # end of the interpreter in the midst of a call would crash the process.
+            atexit.register(library.jfm_pjrt_stop_partitioning)
         _call(
             library.jfm_pjrt_configure,
             ctypes.c_char_p(os.fsencode(host.path)),
@@ -234,16 +239,20 @@ class _Targets:
             _logger.warning("platform %s: %s", PLATFORM, error)
 
 
+# Prototypes of our own: ctypes.pythonapi's functions are everybody's.
+_capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
+_capsule_pointer = ctypes.PYFUNCTYPE(
+    ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
+)(("PyCapsule_GetPointer", ctypes.pythonapi))
+
+
 def _address(capsule: Any) -> int | None:
     """What a capsule points to, whatever its name."""
     if capsule is None:
         return None
-    api = ctypes.pythonapi
-    api.PyCapsule_GetName.restype = ctypes.c_char_p
-    api.PyCapsule_GetName.argtypes = (ctypes.py_object,)
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-    address: int = api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule))
+    address: int = _capsule_pointer(capsule, _capsule_name(capsule))
     return address
 
 
@@ -259,7 +268,8 @@ _PartitionFunction = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
 )
 _UNCHANGED, _REWRITTEN, _PLAN, _ERROR = range(4)
-_INTERNAL = 13  # absl::StatusCode
+# absl::StatusCode; CANCELLED makes the library send the interrupt again.
+_CANCELLED, _INTERNAL = 1, 13
 # jax-metal's. The mhlo ones are operations that JAX wrote so before composites.
 _OLD_HOST_CALLS = frozenset(
     ("lapack_sgetrf", "Sharding", "mhlo.erf", "mhlo.topk", "mhlo.tan")
@@ -285,7 +295,9 @@ class _Partitioner:
                 ctypes.string_at(program, program_size),
                 ctypes.string_at(options, options_size) if options else b"",
             )
-        # ctypes would print it and go on; so it becomes the error of the compilation.
+        # ctypes would print any error and go on; so it becomes that of the compilation.
+        except KeyboardInterrupt:
+            kind, code, data = _ERROR, _CANCELLED, b"partitioning was interrupted"
         except BaseException as error:
             _logger.debug("partitioning failed", exc_info=True)
             message = f"partitioning failed: {type(error).__name__}: {error}"

@@ -237,7 +237,7 @@ def _attribute(entry: tuple[str, Array | Scalar | str | Attributes]) -> bytes:
     elif isinstance(value, Scalar):
         kind, payload = AttributeKind.SCALAR, _int(value.dtype) + _bytes(value.data)
     elif isinstance(value, str):
-        # A string attribute may hold any bytes, see partition.py.
+        # A string attribute may hold any bytes, see call_records.py.
         kind = AttributeKind.STRING
         payload = _bytes(value.encode("utf-8", "surrogateescape"))
     else:

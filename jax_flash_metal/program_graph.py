@@ -18,6 +18,7 @@ from jaxlib.mlir import ir
 from jax_flash_metal import call_records
 from jax_flash_metal.call_records import ValueType
 from jax_flash_metal.plan import UNIMPLEMENTED, PartitionError
+from jax_flash_metal.stablehlo import attribute_names
 
 # A constant from this size on, unless it is one number repeated, exists once per
 # program instead of once per segment.
@@ -250,13 +251,6 @@ def _transposed_type(mlir: Any, order: Sequence[int]) -> Any:
     ranked = ir.RankedTensorType(mlir)
     shape = [ranked.shape[dimension] for dimension in order]
     return ir.RankedTensorType.get(shape, ranked.element_type)
-
-
-def attribute_names(attributes: Any) -> list[str]:
-    """Iterating gave NamedAttributes once, and gives names now."""
-    return [
-        each if isinstance(each, str) else str(each.name) for each in list(attributes)
-    ]
 
 
 # -- Functions -----------------------------------------------------------------------

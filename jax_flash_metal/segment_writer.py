@@ -13,12 +13,8 @@ from jaxlib.mlir import ir
 
 from jax_flash_metal import call_records
 from jax_flash_metal.plan import UNIMPLEMENTED, PartitionError
-from jax_flash_metal.program_graph import (
-    Graph,
-    Node,
-    attribute_names,
-    functions_by_name,
-)
+from jax_flash_metal.program_graph import Graph, Node, functions_by_name
+from jax_flash_metal.stablehlo import attribute_names
 
 # Donation and layouts of main's arguments and results say nothing about a segment's.
 _DONATION = "tf.aliasing_output"

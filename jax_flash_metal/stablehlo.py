@@ -360,7 +360,7 @@ def _erase_sharding_attributes(op: Operation) -> None:
     attributes = operation.attributes
     own = {
         name: attributes[name]
-        for name in _names(attributes)
+        for name in attribute_names(attributes)
         # The only "value" is a constant's: never a sharding, and one of complex numbers
         # is an error to touch.
         if name != "value"
@@ -470,7 +470,7 @@ def _num_regions(op: Operation) -> int:
     return len(op.operation.regions)
 
 
-def _names(attributes: Any) -> list[str]:
+def attribute_names(attributes: Any) -> list[str]:
     """Names of an operation's attributes: iterating gave NamedAttributes once."""
     return [
         each if isinstance(each, str) else str(each.name) for each in list(attributes)

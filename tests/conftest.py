@@ -6,8 +6,8 @@ import pytest
 
 from jax_flash_metal import hosts
 
-# Before jax is imported. Platform flash_metal exists where there is a host plugin for it;
-# tests/plugin/pjrt/conftest.py says so where there is none.
+# Before jax is imported. Platform flash_metal exists where there is a host plugin for
+# it; tests/plugin/pjrt/conftest.py says so where there is none.
 try:
     hosts.find()
     os.environ.setdefault("JAX_PLATFORMS", "cpu,flash_metal")

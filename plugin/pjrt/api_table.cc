@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "plugin/pjrt/error.h"
 #include "plugin/pjrt/old_host.h"
 #include "plugin/pjrt/plugin.h"
+#include "plugin/pjrt/profiler.h"
 #include "plugin/pjrt/work_queue.h"
 
 namespace jfm::pjrt {
@@ -92,6 +94,42 @@ Status EventOnReady(PJRT_Event_OnReady_Args& args) {
   return {};
 }
 
+// -- Device ---------------------------------------------------------------------------
+
+// JAX prints a device by these, and the host's, on Linux a CPU, would look like JAX's own.
+Result<int32_t> DeviceId(PJRT_DeviceDescription* description) {
+  PJRT_DeviceDescription_Id_Args args = {};
+  args.device_description = description;
+  if (Status status = TheHost().Call(args); !status.ok()) return status;
+  return args.id;
+}
+
+// Lives as long as the process, as the API wants of names: there is one device, or few.
+const std::string& Keep(std::string name) {
+  static std::mutex mutex;  // guards the set
+  static auto& names = *new std::set<std::string>;
+  std::lock_guard<std::mutex> lock(mutex);
+  return *names.insert(std::move(name)).first;
+}
+
+Status DeviceDebugString(PJRT_DeviceDescription_DebugString_Args& args) {
+  Result<int32_t> id = DeviceId(args.device_description);
+  if (!id.ok()) return id.status();
+  const std::string& name = Keep(ThePlugin()->settings.platform_name + ":" + std::to_string(*id));
+  args.debug_string = name.data();
+  args.debug_string_size = name.size();
+  return {};
+}
+
+Status DeviceToString(PJRT_DeviceDescription_ToString_Args& args) {
+  Result<int32_t> id = DeviceId(args.device_description);
+  if (!id.ok()) return id.status();
+  const std::string& name = Keep("FlashMetalDevice(id=" + std::to_string(*id) + ")");
+  args.to_string = name.data();
+  args.to_string_size = name.size();
+  return {};
+}
+
 // -- Client ---------------------------------------------------------------------------
 
 Status ClientCreate(PJRT_Client_Create_Args& args) {
@@ -106,6 +144,8 @@ Status ClientCreate(PJRT_Client_Create_Args& args) {
 }
 
 Status ClientDestroy(PJRT_Client_Destroy_Args& args) {
+  // The threads that this would wait for, ours and the host's, are not there.
+  if (!CheckNotForked().ok()) return {};
   WaitUntilIdle();
   RemoveClient(args.client);
   return AskHost(args);
@@ -167,6 +207,20 @@ Status LoadedExecutableGetExecutable(PJRT_LoadedExecutable_GetExecutable_Args& a
   return {};
 }
 
+// What the host loads from the shadow of a plan would be the shadow again.
+Status ClientLoad(PJRT_Client_Load_Args& args) {
+  if (Status status = CheckNotForked(); !status.ok()) return status;
+  const std::shared_ptr<const Program> program = FindProgram(args.executable);
+  if (program != nullptr && program->device().client != args.client) {
+    return Unimplemented(
+        "a program with custom calls can be loaded only by the client that compiled it; serialize "
+        "it, or compile it again.");
+  }
+  if (Status status = AskHost(args); !status.ok()) return status;
+  if (program != nullptr) NoteLoaded(args.loaded_executable, program);
+  return {};
+}
+
 Status LoadedExecutableExecute(PJRT_LoadedExecutable_Execute_Args& args) {
   if (Status status = CheckNotForked(); !status.ok()) return status;
   if (const std::shared_ptr<const Program> program = FindProgram(args.executable)) {
@@ -225,14 +279,14 @@ Status ExecutableDeserializeAndLoad(PJRT_Executable_DeserializeAndLoad_Args& arg
 
 // With null for the code, says how large it is; else copies it there.
 Status ExecutableOptimizedProgram(PJRT_Executable_OptimizedProgram_Args& args) {
-  const std::shared_ptr<const Program> program = FindProgram(args.executable);
-  if (program == nullptr) {
+  const std::shared_ptr<const std::string> code_to_show = CodeInsteadOfOptimized(args.executable);
+  if (code_to_show == nullptr) {
     if ((ThePlugin()->settings.flags & JFM_HIDE_OPTIMIZED_PROGRAM) != 0) {
       return Unimplemented("this version of jaxlib cannot read the host's optimised programs.");
     }
     return AskHost(args);
   }
-  const std::string& code = program->plan().program;
+  const std::string& code = *code_to_show;
   PJRT_Program& out = *args.program;
   out.format = "mlir";
   out.format_size = 4;
@@ -361,6 +415,8 @@ constexpr SlotFunction kOurFunctions[] = {
     JFM_ENTRY(PluginInitialize, PJRT_Plugin_Initialize_Args),
     JFM_ENTRY(PluginAttributes, PJRT_Plugin_Attributes_Args),
     JFM_ENTRY(EventOnReady, PJRT_Event_OnReady_Args),
+    JFM_ENTRY(DeviceDebugString, PJRT_DeviceDescription_DebugString_Args),
+    JFM_ENTRY(DeviceToString, PJRT_DeviceDescription_ToString_Args),
     JFM_ENTRY(ClientCreate, PJRT_Client_Create_Args),
     JFM_ENTRY(ClientDestroy, PJRT_Client_Destroy_Args),
     JFM_ENTRY(ClientPlatformName, PJRT_Client_PlatformName_Args),
@@ -370,6 +426,7 @@ constexpr SlotFunction kOurFunctions[] = {
     JFM_ENTRY(LoadedExecutableDestroy, PJRT_LoadedExecutable_Destroy_Args),
     JFM_ENTRY(ExecutableDestroy, PJRT_Executable_Destroy_Args),
     JFM_ENTRY(LoadedExecutableGetExecutable, PJRT_LoadedExecutable_GetExecutable_Args),
+    JFM_ENTRY(ClientLoad, PJRT_Client_Load_Args),
     JFM_ENTRY(LoadedExecutableExecute, PJRT_LoadedExecutable_Execute_Args),
     JFM_ENTRY(ExecutableSerialize, PJRT_Executable_Serialize_Args),
     JFM_ENTRY(ExecutableDeserializeAndLoad, PJRT_Executable_DeserializeAndLoad_Args),
@@ -390,6 +447,8 @@ constexpr SlotFunction kOurFunctions[] = {
     JFM_ENTRY(WithMemory, PJRT_Buffer_UnsafePointer_Args),
     JFM_ENTRY(WithMemory, PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args),
     JFM_ENTRY(WithMemory, PJRT_Buffer_IncreaseExternalReferenceCount_Args),
+    JFM_ENTRY(WithMemory, PJRT_Buffer_CopyRawToHost_Args),
+    JFM_ENTRY(WithMemory, PJRT_Buffer_CopyRawToHostFuture_Args),
 };
 #undef JFM_ENTRY
 
@@ -451,7 +510,7 @@ PJRT_Api MakeApi() {
   api.version.struct_size = sizeof(api.version);
   api.version.minor = std::min(host.minor(), kKnownMinor);
   api.extensions =
-      MakeFfiExtension(plugin.settings.platform_name, host_ffi, extensions, NewError);
+      MakeFfiExtension(plugin.settings.platform_name, host_ffi, WithProfiler(extensions), NewError);
   return api;
 }
 

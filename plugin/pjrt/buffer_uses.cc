@@ -37,12 +37,14 @@ Status GivenAway() { return InvalidArgument("Buffer has been deleted or donated.
 
 }  // namespace
 
-Status AcquireBuffers(const std::vector<PJRT_Buffer*>& arguments,
-                      const std::vector<bool>& donated) {
+Result<std::vector<bool>> AcquireBuffers(const std::vector<PJRT_Buffer*>& arguments,
+                                         const std::vector<bool>& donated) {
+  std::vector<bool> expendable = donated;
   std::lock_guard<std::mutex> lock(mutex);
-  for (PJRT_Buffer* buffer : arguments) {
-    const Use* use = Find(buffer);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const Use* use = Find(arguments[i]);
     if (use != nullptr && use->is_deleted) return GivenAway();
+    if (use != nullptr) expendable[i] = false;
   }
   for (size_t i = 0; i < arguments.size(); ++i) {
     Use& use = uses[arguments[i]];
@@ -50,30 +52,48 @@ Status AcquireBuffers(const std::vector<PJRT_Buffer*>& arguments,
     if (donated[i]) use.is_deleted = true;
   }
   CountPending();
-  return {};
+  return expendable;
 }
 
 void ReleaseBuffers(const Host& host, const std::vector<PJRT_Buffer*>& arguments) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::vector<PJRT_Buffer*> to_delete;
+  std::vector<PJRT_Buffer*> to_destroy;
+  const auto end_use = [&to_destroy](PJRT_Buffer* buffer) {
+    if (uses[buffer].is_destroyed) {
+      promises.erase(buffer);
+      to_destroy.push_back(buffer);
+    }
+    uses.erase(buffer);
+  };
+  // The host is called without the lock: whoever lent it the memory may be told, and then
+  // call us.
+  std::unique_lock<std::mutex> lock(mutex);
   for (PJRT_Buffer* buffer : arguments) {
     Use& use = uses[buffer];
     if (--use.count > 0) continue;
-    // Under the lock, so that nobody sees it undeleted in between. Both calls are quick.
-    if (use.is_deleted) {
-      PJRT_Buffer_Delete_Args args = {};
-      args.buffer = buffer;
-      (void)host.Call(args);  // deleted already, where the host reused its memory
+    if (use.is_deleted && !use.is_destroyed) {
+      to_delete.push_back(buffer);  // stays in the map, for nobody to see it undeleted
+    } else {
+      end_use(buffer);
     }
-    if (use.is_destroyed) {
-      PJRT_Buffer_Destroy_Args args = {};
-      args.buffer = buffer;
-      (void)host.Call(args);
-      promises.erase(buffer);
-    }
-    uses.erase(buffer);
   }
+  lock.unlock();
+  for (PJRT_Buffer* buffer : to_delete) {
+    PJRT_Buffer_Delete_Args args = {};
+    args.buffer = buffer;
+    (void)host.Call(args);  // deleted already, where the host reused its memory
+  }
+  lock.lock();
+  for (PJRT_Buffer* buffer : to_delete) end_use(buffer);
   CountPending();
   changed.notify_all();
+  lock.unlock();
+  // Out of the maps by now: the host may give the handle to another buffer.
+  for (PJRT_Buffer* buffer : to_destroy) {
+    PJRT_Buffer_Destroy_Args args = {};
+    args.buffer = buffer;
+    (void)host.Call(args);
+  }
 }
 
 PromiseId NotePromise(PJRT_Buffer* buffer) {

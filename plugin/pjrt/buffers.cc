@@ -187,7 +187,8 @@ Result<const BufferAccess*> ChooseBufferAccess(const Host& host, const std::stri
     has_addresses = known->has_addresses;
   } else if (!has_addresses) {
     return InvalidArgument(
-        "the host's buffers can be used by 'auto', 'address' or 'copy', but got '" + setting + "'.");
+        "the host's buffers can be used by 'auto', 'address' or 'copy', but got '" + setting +
+        "'.");
   }
   // Results are made by a function that the oldest hosts lack.
   if (has_addresses && host.Has(Slot::kClient_CreateUninitializedBuffer)) return by_address;
@@ -207,7 +208,9 @@ Result<BufferRef> CopyBuffer(const Device& device, const BufferAccess& access,
   if (!source.ok()) return source.status();
   Result<CallMemory> target = access.NewResult(device, type);
   if (!target.ok()) return target.status();
-  std::memcpy(target->data, source->data, static_cast<size_t>(type.size_bytes()));
+  if (type.size_bytes() > 0) {  // else the addresses may be null
+    std::memcpy(target->data, source->data, static_cast<size_t>(type.size_bytes()));
+  }
   return access.Finish(device, type, std::move(*target));
 }
 

@@ -38,6 +38,11 @@ class HostBuffer {
   // Whether its memory may be reused, when nobody else refers to it.
   bool is_expendable() const { return owner_ != Owner::kCaller; }
 
+  // The host was given it to read: it may do so until long after. What the host writes
+  // itself waits for that, but a handler that writes into the memory cannot.
+  void NoteReader() { may_have_readers_ = true; }
+  bool may_have_readers() const { return may_have_readers_; }
+
   // Gives the handle away; only of an owned buffer.
   PJRT_Buffer* Release();
 
@@ -54,6 +59,7 @@ class HostBuffer {
   // Atomic: executions share the buffers of a program's constants.
   std::atomic<bool> is_ready_{false};
   std::atomic<void*> address_{nullptr};
+  std::atomic<bool> may_have_readers_{false};
 };
 // The count of references says whether a plan still needs a buffer elsewhere.
 using BufferRef = std::shared_ptr<HostBuffer>;

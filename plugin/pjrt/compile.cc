@@ -2,6 +2,8 @@
 #include "plugin/pjrt/compile.h"
 
 #include <atomic>
+#include <condition_variable>
+#include <csignal>
 #include <cstring>
 #include <mutex>
 #include <shared_mutex>
@@ -18,15 +20,15 @@ std::atomic<bool> plans_every_program{false};
 std::atomic<int64_t> num_programs{0};
 std::atomic<int64_t> num_segments{0};
 
-struct LoadedEntry {
+struct Entry {
   std::shared_ptr<const Program> program;  // null: the host's own
   bool may_overwrite_arguments = false;
+  std::shared_ptr<const std::string> code;  // see CodeInsteadOfOptimized
 };
 
 std::shared_mutex executables_mutex;  // guards both maps
-auto& loaded_executables = *new std::unordered_map<const PJRT_LoadedExecutable*, LoadedEntry>;
-auto& executables =
-    *new std::unordered_map<const PJRT_Executable*, std::shared_ptr<const Program>>;
+auto& loaded_executables = *new std::unordered_map<const PJRT_LoadedExecutable*, Entry>;
+auto& executables = *new std::unordered_map<const PJRT_Executable*, Entry>;
 
 // MLIR keeps the names of operations and attributes as text in its bytecode.
 bool Contains(const std::string& program, const char* name) {
@@ -44,10 +46,35 @@ struct Reply {
   std::string data;
 };
 
+// Questions that Python is answering, on whatever threads.
+struct Questions {
+  std::mutex mutex;  // guards the other members
+  std::condition_variable is_answered;
+  int num_open = 0;
+  bool are_over = false;
+};
+Questions& questions = *new Questions;
+
 Result<Reply> AskPython(const std::string& program, const std::string& options) {
   Reply reply;
+  {
+    std::lock_guard<std::mutex> lock(questions.mutex);
+    if (questions.are_over) {
+      return Status(Code::kCancelled, "the process is ending: nothing can be compiled any more.");
+    }
+    ++questions.num_open;
+  }
   ThePlugin()->settings.partition(program.data(), program.size(), options.data(), options.size(),
                                   &reply);
+  {
+    std::lock_guard<std::mutex> lock(questions.mutex);
+    --questions.num_open;
+    questions.is_answered.notify_all();
+  }
+  // Ctrl-C ended the answer, and must end what the user's code does as well.
+  if (reply.kind == JFM_REPLY_ERROR && reply.code == static_cast<int>(Code::kCancelled)) {
+    std::raise(SIGINT);
+  }
   if (reply.kind == JFM_REPLY_ERROR) {
     const Code code = reply.code == 0 ? Code::kInternal : static_cast<Code>(reply.code);
     return Status(code, std::move(reply.data));
@@ -67,13 +94,18 @@ std::string Join(const std::vector<std::string>& names) {
 // The host's error says which target it does not know, if that is what is wrong; add which
 // ones we do.
 Status ExplainTargets(const Status& status, const std::string& program) {
-  if (!Contains(program, "custom_call")) return status;
+  const std::string registered = Join(RegisteredTargets());
+  const bool is_about_a_call = Contains(status.message(), "andler") ||
+                               Contains(status.message(), "ustom call") ||
+                               Contains(status.message(), "ustom_call");
+  const bool is_explained = Contains(status.message(), registered.c_str());
+  if (!Contains(program, "custom_call") || !is_about_a_call || is_explained) return status;
   return {status.code(),
           status.message() + "\nCustom calls for platform '" +
               ThePlugin()->settings.platform_name +
               "' are those of the host plugin and the targets registered by "
               "jax.ffi.register_ffi_target(..., platform='" +
-              ThePlugin()->settings.platform_name + "'): " + Join(RegisteredTargets()) + "."};
+              ThePlugin()->settings.platform_name + "'): " + registered + "."};
 }
 
 Result<PJRT_LoadedExecutable*> CompileOnHost(const ClientState& client, const std::string& program,
@@ -83,7 +115,11 @@ Result<PJRT_LoadedExecutable*> CompileOnHost(const ClientState& client, const st
   if (!executable.ok()) return ExplainTargets(executable.status(), program);
   PJRT_LoadedExecutable* handle = (*executable)->Release();
   std::unique_lock<std::shared_mutex> lock(executables_mutex);
-  loaded_executables[handle] = {nullptr, Donates(program)};
+  Entry& entry = loaded_executables[handle];
+  entry.may_overwrite_arguments = Donates(program);
+  if ((ThePlugin()->settings.flags & JFM_HIDE_OPTIMIZED_PROGRAM) != 0) {
+    entry.code = std::make_shared<const std::string>(program);
+  }
   return handle;
 }
 
@@ -94,6 +130,8 @@ Result<PJRT_LoadedExecutable*> LoadPlan(const ClientState& client, const std::st
   Result<std::unique_ptr<HostExecutable>> shadow =
       HostExecutable::Compile(client.device, plan->shadow, options);
   if (!shadow.ok()) return shadow.status();
+  // jaxlib ends the process when a result is not where the executable says.
+  if (Status status = (*shadow)->RequireDefaultMemory(); !status.ok()) return status;
   const std::string original = plan->program;
   Result<std::shared_ptr<const Program>> program =
       Program::Load(client.device, *client.access, std::move(*plan), options, **shadow);
@@ -103,7 +141,7 @@ Result<PJRT_LoadedExecutable*> LoadPlan(const ClientState& client, const std::st
                          std::memory_order_relaxed);
   PJRT_LoadedExecutable* handle = (*shadow)->Release();
   std::unique_lock<std::shared_mutex> lock(executables_mutex);
-  loaded_executables[handle] = {std::move(*program), false};
+  loaded_executables[handle].program = std::move(*program);
   return handle;
 }
 
@@ -153,7 +191,17 @@ std::shared_ptr<const Program> FindProgram(const PJRT_LoadedExecutable* executab
 std::shared_ptr<const Program> FindProgram(const PJRT_Executable* executable) {
   std::shared_lock<std::shared_mutex> lock(executables_mutex);
   const auto found = executables.find(executable);
-  return found == executables.end() ? nullptr : found->second;
+  return found == executables.end() ? nullptr : found->second.program;
+}
+
+std::shared_ptr<const std::string> CodeInsteadOfOptimized(const PJRT_Executable* executable) {
+  std::shared_lock<std::shared_mutex> lock(executables_mutex);
+  const auto found = executables.find(executable);
+  if (found == executables.end()) return nullptr;
+  const Entry& entry = found->second;
+  // The plan's own program, kept alive by the plan.
+  if (entry.program != nullptr) return {entry.program, &entry.program->plan().program};
+  return entry.code;
 }
 
 bool MayOverwriteArguments(const PJRT_LoadedExecutable* executable) {
@@ -166,26 +214,32 @@ bool MayOverwriteArguments(const PJRT_LoadedExecutable* executable) {
 void NoteUnloaded(const PJRT_LoadedExecutable* loaded, const PJRT_Executable* executable) {
   std::unique_lock<std::shared_mutex> lock(executables_mutex);
   const auto found = loaded_executables.find(loaded);
-  if (found == loaded_executables.end() || found->second.program == nullptr) return;
-  executables[executable] = found->second.program;
+  if (found == loaded_executables.end()) return;
+  const Entry& entry = found->second;
+  if (entry.program != nullptr || entry.code != nullptr) executables[executable] = entry;
+}
+
+void NoteLoaded(const PJRT_LoadedExecutable* loaded, std::shared_ptr<const Program> program) {
+  std::unique_lock<std::shared_mutex> lock(executables_mutex);
+  loaded_executables[loaded].program = std::move(program);
 }
 
 void Forget(const PJRT_LoadedExecutable* executable) {
-  std::shared_ptr<const Program> program;  // destroyed after the lock
+  Entry entry;  // destroyed after the lock
   std::unique_lock<std::shared_mutex> lock(executables_mutex);
   const auto found = loaded_executables.find(executable);
   if (found == loaded_executables.end()) return;
-  program = std::move(found->second.program);
+  entry = std::move(found->second);
   loaded_executables.erase(found);
   lock.unlock();
 }
 
 void Forget(const PJRT_Executable* executable) {
-  std::shared_ptr<const Program> program;
+  Entry entry;
   std::unique_lock<std::shared_mutex> lock(executables_mutex);
   const auto found = executables.find(executable);
   if (found == executables.end()) return;
-  program = std::move(found->second);
+  entry = std::move(found->second);
   executables.erase(found);
   lock.unlock();
 }
@@ -211,12 +265,20 @@ Result<SerializedProgram> DeserializeProgram(const std::string& bytes, bool* is_
 
 void PlanEveryProgram(bool yes) { plans_every_program = yes; }
 
+void StopAskingPython() {
+  if (!CheckNotForked().ok()) return;  // whoever was to answer stayed behind
+  std::unique_lock<std::mutex> lock(questions.mutex);
+  questions.are_over = true;
+  questions.is_answered.wait(lock, [] { return questions.num_open == 0; });
+}
+
 int64_t NumPrograms() { return num_programs.load(std::memory_order_relaxed); }
 int64_t NumSegments() { return num_segments.load(std::memory_order_relaxed); }
 
 }  // namespace jfm::pjrt
 
-extern "C" JFM_EXPORT void jfm_pjrt_reply(void* sink, int kind, int code, const char* data, size_t size) {
+extern "C" JFM_EXPORT void jfm_pjrt_reply(void* sink, int kind, int code, const char* data,
+                                          size_t size) {
   auto& reply = *static_cast<jfm::pjrt::Reply*>(sink);
   reply.kind = kind;
   reply.code = code;

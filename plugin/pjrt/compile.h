@@ -22,11 +22,16 @@ Result<PJRT_LoadedExecutable*> CompileProgram(const ClientState& client, const s
 // The plan that an executable stands for; null: it is just the host's.
 std::shared_ptr<const Program> FindProgram(const PJRT_LoadedExecutable* executable);
 std::shared_ptr<const Program> FindProgram(const PJRT_Executable* executable);
+// What to show of a program where the host's optimised one cannot be: what was given to
+// compile. Null: show the host's.
+std::shared_ptr<const std::string> CodeInsteadOfOptimized(const PJRT_Executable* executable);
 // Whether the host may reuse or delete arguments when it executes this.
 bool MayOverwriteArguments(const PJRT_LoadedExecutable* executable);
 
-// The host made `executable` from `loaded`; the host destroys one of them.
+// The host made `executable` from `loaded`, or `loaded` from one that stands for `program`;
+// the host destroys one of them.
 void NoteUnloaded(const PJRT_LoadedExecutable* loaded, const PJRT_Executable* executable);
+void NoteLoaded(const PJRT_LoadedExecutable* loaded, std::shared_ptr<const Program> program);
 void Forget(const PJRT_LoadedExecutable* executable);
 void Forget(const PJRT_Executable* executable);
 
@@ -39,6 +44,10 @@ struct SerializedProgram {
 };
 // `is_ours` false: not written by SerializeProgram.
 Result<SerializedProgram> DeserializeProgram(const std::string& bytes, bool* is_ours);
+
+// Before Python ends, which would unwind a thread of ours out of its midst: waits until no
+// question is open. Later ones are answered with an error.
+void StopAskingPython();
 
 // For tests: Python is asked about every program, whatever is in it.
 void PlanEveryProgram(bool yes);

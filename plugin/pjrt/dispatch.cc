@@ -22,8 +22,8 @@ std::atomic<int64_t> num_executions{0};
 struct Execution {
   std::shared_ptr<const Program> program;
   std::vector<PJRT_Buffer*> arguments;
-  std::vector<bool> donated;
-  UserData user_data;
+  std::vector<bool> expendable;  // per argument, whether its memory may be reused
+  AttachedData user_data;
   int64_t run_id = 0;
 };
 
@@ -48,7 +48,7 @@ std::vector<BufferRef> ReferTo(const Host& host, const Execution& execution) {
     BufferRef& reference = seen[execution.arguments[i]];
     if (reference == nullptr) {
       reference = std::make_shared<HostBuffer>(host, execution.arguments[i],
-                                               execution.donated[i]
+                                               execution.expendable[i]
                                                    ? HostBuffer::Owner::kCallerDonates
                                                    : HostBuffer::Owner::kCaller);
     }
@@ -61,7 +61,8 @@ std::vector<BufferRef> ReferTo(const Host& host, const Execution& execution) {
 Result<std::vector<BufferRef>> Run(const Execution& execution) {
   const Program& program = *execution.program;
   ExecuteContext context;
-  context.user_data = execution.user_data.empty() ? nullptr : &execution.user_data;
+  const UserData& user_data = execution.user_data.values;
+  context.user_data = user_data.empty() ? nullptr : &user_data;
   context.run_id = execution.run_id;
   Result<std::vector<BufferRef>> results =
       RunProgram(program, ReferTo(*program.device().host, execution), context);
@@ -154,7 +155,8 @@ void Fulfill(const Device& device, const Promise& promise, PJRT_Buffer* result,
   args.error_message = status.message().data();
   args.error_message_size = status.message().size();
   args.fulfill_alias_buffer_cb = promise.fulfill;
-  // With an error status the host returns that very error: nothing to act on.
+  // With an error status the host returns that very error. Otherwise it takes the result:
+  // its shape and memory are those of the promise, both being the shadow's.
   (void)device.host->Call(args);
   PromiseIsKept(promise.id);
 }
@@ -284,18 +286,16 @@ Status ExecuteProgram(const std::shared_ptr<const Program>& program,
   Execution execution;
   execution.program = program;
   execution.arguments.assign(args.argument_lists[0], args.argument_lists[0] + num_inputs);
-  execution.donated = DonatedArguments(*program, args);
   execution.run_id = NewRunId();
   if (args.options->struct_size >= offsetof(PJRT_ExecuteOptions, context) + sizeof(void*) &&
       args.options->context != nullptr) {
     // A copy: the caller may destroy the context as soon as we return.
-    if (const UserData* user_data = FindUserData(args.options->context)) {
-      execution.user_data = *user_data;
-    }
+    execution.user_data = FindUserData(args.options->context);
   }
-  if (Status status = AcquireBuffers(execution.arguments, execution.donated); !status.ok()) {
-    return status;
-  }
+  Result<std::vector<bool>> expendable =
+      AcquireBuffers(execution.arguments, DonatedArguments(*program, args));
+  if (!expendable.ok()) return expendable.status();
+  execution.expendable = std::move(*expendable);
   if (CanRunLater(*program)) return StartLater(std::move(execution), args);
   return RunNow(execution, args);
 }

@@ -78,6 +78,11 @@ class Executor {
     return buffer.use_count() == 1 && buffer->is_expendable();
   }
 
+  // Whether a handler may write its result over an operand.
+  static bool MayOverwrite(const BufferRef& buffer) {
+    return MayReuse(buffer) && buffer->is_owned() && !buffer->may_have_readers();
+  }
+
   Status Store(const Step& step, std::vector<BufferRef> results, Values& values) {
     if (results.size() != step.outputs.size()) {
       return Internal("a segment of a program has an unexpected number of results.");
@@ -93,6 +98,7 @@ class Executor {
     inputs.reserve(step.inputs.size());
     for (ValueId id : step.inputs) {
       inputs.push_back(Take(step, id, values));
+      inputs.back()->NoteReader();
       // A caller's buffer may be the promise of another execution; see buffer_uses.h.
       if (inputs.back()->is_owned()) continue;
       if (Status status = inputs.back()->Await(); !status.ok()) return status;
@@ -126,12 +132,14 @@ class Executor {
     for (const auto& [operand, result] : call.aliases) {
       const int64_t size_bytes = call.spec.operands[operand].size_bytes();
       CallMemory& source = operands[operand];
-      if (source.buffer != nullptr && MayReuse(source.buffer) && source.buffer->is_owned()) {
+      if (source.buffer != nullptr && MayOverwrite(source.buffer)) {
         results[result] = std::move(source);
       } else {
         Result<CallMemory> memory = access.NewResult(device, call.spec.results[result]);
         if (!memory.ok()) return memory.status();
-        std::memcpy(memory->data, source.data, static_cast<size_t>(size_bytes));
+        if (size_bytes > 0) {  // else the addresses may be null
+          std::memcpy(memory->data, source.data, static_cast<size_t>(size_bytes));
+        }
         results[result] = std::move(*memory);
       }
       // In and out are one memory, as XLA does it.

@@ -10,6 +10,12 @@
 namespace jfm::pjrt {
 namespace {
 
+constexpr const char* kSlotNames[] = {
+#define JFM_PJRT_SLOT(name) "PJRT_" #name,
+    JFM_PJRT_SLOTS(JFM_PJRT_SLOT)
+#undef JFM_PJRT_SLOT
+};
+
 Status Refuse(const std::string& path, const std::string& why) {
   return {Code::kFailedPrecondition, "the host plugin " + path + " " + why};
 }
@@ -25,7 +31,7 @@ Result<std::unique_ptr<const Host>> Host::Load(const std::string& path) {
   const GetApi get_api = reinterpret_cast<GetApi>(dlsym(library, "GetPjrtApi"));
   if (get_api == nullptr) return Refuse(path, "is not a PJRT plugin: it has no GetPjrtApi.");
   const PJRT_Api* api = get_api();
-  if (api == nullptr) return Refuse(path, "gave no API.");
+  if (api == nullptr || api->struct_size <= kApiHeaderSize) return Refuse(path, "gave no API.");
   if (api->version.major != 0) {
     return Refuse(path, "has PJRT API version " + std::to_string(api->version.major) + "." +
                             std::to_string(api->version.minor) + ", but 0.x is needed.");
@@ -51,8 +57,8 @@ Result<std::unique_ptr<const Host>> Host::Load(const std::string& path) {
 PJRT_Error* Host::Forward(Slot slot, void* args) const {
   const PJRT_Function function = functions_[static_cast<size_t>(slot)];
   if (function == nullptr) {
-    return NewError(Unimplemented("the host plugin has no function " +
-                                  std::to_string(static_cast<int>(slot)) + " of the PJRT API."));
+    return NewError(Unimplemented(std::string("the host plugin has no ") +
+                                  kSlotNames[static_cast<size_t>(slot)] + "."));
   }
   if (!PaddedStruct::Fits(args)) return function(args);
   PaddedStruct padded(args);

@@ -279,6 +279,9 @@ Result<PJRT_Buffer*> CopyThroughHost(const Host& host, PJRT_Buffer* buffer, PJRT
   from_host.device = device;
   if (Status status = host.Call(from_host); !status.ok()) return status;
   if (Status status = AwaitEvent(host, from_host.done_with_host_buffer); !status.ok()) {
+    PJRT_Buffer_Destroy_Args destroy = {};
+    destroy.buffer = from_host.buffer;
+    (void)host.Call(destroy);  // the first error is the one to report
     return status;
   }
   return from_host.buffer;

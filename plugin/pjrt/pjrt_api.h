@@ -519,11 +519,6 @@ struct PJRT_Client_CreateViewOfDeviceBuffer_Args {
   PJRT_Buffer* buffer;
   PJRT_Memory* memory;  // since 0.66
 };
-struct PJRT_Client_TopologyDescription_Args {
-  JFM_PJRT_ARGS(Client_TopologyDescription);
-  PJRT_Client* client;
-  PJRT_TopologyDescription* topology;
-};
 struct PJRT_TopologyDescription_PlatformName_Args {
   JFM_PJRT_ARGS(TopologyDescription_PlatformName);
   PJRT_TopologyDescription* topology;
@@ -576,6 +571,23 @@ struct PJRT_Client_CreateErrorBuffer_Args {  // since 0.82 or so
   PJRT_Buffer* buffer;
 };
 
+struct PJRT_DeviceDescription_Id_Args {
+  JFM_PJRT_ARGS(DeviceDescription_Id);
+  PJRT_DeviceDescription* device_description;
+  int32_t id;
+};
+struct PJRT_DeviceDescription_DebugString_Args {
+  JFM_PJRT_ARGS(DeviceDescription_DebugString);
+  PJRT_DeviceDescription* device_description;
+  const char* debug_string;
+  size_t debug_string_size;
+};
+struct PJRT_DeviceDescription_ToString_Args {
+  JFM_PJRT_ARGS(DeviceDescription_ToString);
+  PJRT_DeviceDescription* device_description;
+  const char* to_string;
+  size_t to_string_size;
+};
 struct PJRT_Device_AddressableMemories_Args {
   JFM_PJRT_ARGS(Device_AddressableMemories);
   PJRT_Device* device;
@@ -597,11 +609,6 @@ struct PJRT_Memory_Kind_Args {
   PJRT_Memory* memory;
   const char* kind;
   size_t kind_size;
-};
-struct PJRT_Memory_Kind_Id_Args {  // in 0.57's place
-  JFM_PJRT_ARGS(Memory_Kind_Id);
-  PJRT_Memory* memory;
-  int32_t kind_id;
 };
 struct PJRT_Memory_DebugString_Args {
   JFM_PJRT_ARGS(Memory_DebugString);
@@ -705,14 +712,6 @@ struct PJRT_Executable_GetCompiledMemoryStats_Args {
   int64_t host_temp_size_in_bytes;
   int64_t peak_memory_in_bytes;  // since 0.72; more members follow in newer versions
 };
-struct PJRT_Executable_GetCompileOptions_Args {  // a recent slot
-  JFM_PJRT_ARGS(Executable_GetCompileOptions);
-  PJRT_Executable* executable;
-  const char* serialized_bytes;
-  size_t serialized_bytes_size;
-  void* serialized_compile_options;
-  void (*serialized_compile_options_deleter)(void*);
-};
 
 struct PJRT_LoadedExecutable_Destroy_Args {
   JFM_PJRT_ARGS(LoadedExecutable_Destroy);
@@ -722,12 +721,6 @@ struct PJRT_LoadedExecutable_GetExecutable_Args {
   JFM_PJRT_ARGS(LoadedExecutable_GetExecutable);
   PJRT_LoadedExecutable* loaded_executable;
   PJRT_Executable* executable;
-};
-struct PJRT_LoadedExecutable_AddressableDevices_Args {
-  JFM_PJRT_ARGS(LoadedExecutable_AddressableDevices);
-  PJRT_LoadedExecutable* executable;
-  PJRT_Device* const* addressable_devices;
-  size_t num_addressable_devices;
 };
 struct PJRT_LoadedExecutable_IsDeleted_Args {
   JFM_PJRT_ARGS(LoadedExecutable_IsDeleted);
@@ -778,11 +771,6 @@ struct PJRT_Buffer_Dimensions_Args {
   PJRT_Buffer* buffer;
   const int64_t* dims;
   size_t num_dims;
-};
-struct PJRT_Buffer_OnDeviceSizeInBytes_Args {
-  JFM_PJRT_ARGS(Buffer_OnDeviceSizeInBytes);
-  PJRT_Buffer* buffer;
-  size_t on_device_size_in_bytes;
 };
 struct PJRT_Buffer_Device_Args {
   JFM_PJRT_ARGS(Buffer_Device);
@@ -853,6 +841,14 @@ struct PJRT_Buffer_DonateWithControlDependency_Args {
   void* callback_data;
   void* dependency_ready_callback;
   PJRT_Buffer* out_buffer;
+};
+struct PJRT_Buffer_CopyRawToHost_Args {  // since 0.58 or so; more members follow
+  JFM_PJRT_ARGS(Buffer_CopyRawToHost);
+  PJRT_Buffer* buffer;
+};
+struct PJRT_Buffer_CopyRawToHostFuture_Args {  // a recent slot; more members follow
+  JFM_PJRT_ARGS(Buffer_CopyRawToHostFuture);
+  PJRT_Buffer* buffer;
 };
 struct PJRT_Buffer_Bitcast_Args {  // a recent slot; more members follow
   JFM_PJRT_ARGS(Buffer_Bitcast);

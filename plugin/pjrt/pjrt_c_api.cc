@@ -90,6 +90,8 @@ JFM_EXPORT int jfm_pjrt_register_type(const char* name, size_t name_size, void* 
   });
 }
 
+JFM_EXPORT void jfm_pjrt_stop_partitioning(void) { StopAskingPython(); }
+
 JFM_EXPORT void jfm_pjrt_plan_every_program(int yes) { PlanEveryProgram(yes != 0); }
 
 JFM_EXPORT int jfm_pjrt_registered_targets(char* text, size_t text_size) {

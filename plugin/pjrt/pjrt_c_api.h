@@ -23,7 +23,7 @@ void jfm_pjrt_reply(void* sink, int kind, int code, const char* data, size_t siz
 
 enum {
   // The caller's jaxlib cannot parse the host's optimised HLO (jaxlib 0.4.34 with a new
-  // host): say UNIMPLEMENTED rather than hand it out.
+  // host): hand out the program that was compiled instead.
   JFM_HIDE_OPTIMIZED_PROGRAM = 1,
 };
 
@@ -48,6 +48,10 @@ int jfm_pjrt_register_handler(const char* name, size_t name_size, void* instanti
 // XLA_FFI_TypeInfo or is null. As jax.ffi.register_ffi_type gives them.
 int jfm_pjrt_register_type(const char* name, size_t name_size, void* type_id, void* type_info,
                            char* error, size_t error_size);
+
+// To be called before Python ends, without its lock: waits until the partition function
+// has returned from all calls; it gets no more. In a forked child it does nothing.
+void jfm_pjrt_stop_partitioning(void);
 
 // For tests: asks the partition function about every program, also those without custom
 // calls, so that it can put some in.

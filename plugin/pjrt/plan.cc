@@ -106,7 +106,7 @@ PlannedCall ReadCall(Reader& reader) {
     const size_t operand = static_cast<size_t>(reader.Int());
     return std::make_pair(operand, static_cast<size_t>(reader.Int()));
   });
-  call.has_side_effect = reader.Int() != 0;
+  reader.Int();  // whether it has side effects: the plan keeps their order
   return call;
 }
 
@@ -149,6 +149,9 @@ bool CheckCall(const Plan& plan, const Step& step) {
   for (const auto& [operand, result] : call.aliases) {
     if (operand >= step.inputs.size() || result >= step.outputs.size()) return false;
     if (step.inputs[operand] == kNoValue || step.outputs[result] == kNoValue) return false;
+    if (call.spec.operands[operand].size_bytes() != call.spec.results[result].size_bytes()) {
+      return false;
+    }
   }
   return true;
 }

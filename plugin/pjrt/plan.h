@@ -20,7 +20,6 @@ enum class StepKind : int64_t { kSegment = 0, kCall = 1, kWhile = 2, kCase = 3, 
 struct PlannedCall {
   CallSpec spec;
   std::vector<std::pair<size_t, size_t>> aliases;  // operand, result
-  bool has_side_effect = false;
 };
 
 struct Step {

@@ -87,6 +87,26 @@ Status HostExecutable::ReadOutputTypes() {
   return {};
 }
 
+Status HostExecutable::RequireDefaultMemory() const {
+  if (device_.memory == nullptr) return {};  // the host has no such notion
+  PJRT_Memory_Kind_Args own = {};
+  own.memory = device_.memory;
+  if (!device_.host->Call(own).ok()) return {};  // nothing to compare with
+  const std::string default_kind(own.kind, own.kind_size);
+  const Unloaded unloaded(*device_.host, handle_);
+  PJRT_Executable_OutputMemoryKinds_Args kinds = {};
+  if (!unloaded.Ask(kinds).ok()) return {};  // 0.106 does not say
+  for (size_t i = 0; i < kinds.num_outputs; ++i) {
+    const std::string kind(kinds.memory_kinds[i], kinds.memory_kind_sizes[i]);
+    if (kind == default_kind) continue;
+    return {Code::kUnimplemented,
+            "result " + std::to_string(i) + " of this program has the memory kind " + kind +
+                ", and programs with custom calls return arrays in the default memory, which is " +
+                default_kind + "."};
+  }
+  return {};
+}
+
 Result<std::vector<BufferRef>> HostExecutable::Execute(const std::vector<BufferRef>& arguments,
                                                        const std::vector<int64_t>& keep) const {
   std::vector<PJRT_Buffer*> inputs(arguments.size());

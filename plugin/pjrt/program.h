@@ -39,6 +39,9 @@ class HostExecutable {
   Result<std::vector<BufferRef>> Execute(const std::vector<BufferRef>& arguments,
                                          const std::vector<int64_t>& keep) const;
 
+  // An error unless all results belong into the device's default memory.
+  Status RequireDefaultMemory() const;
+
   // What the host says about it, where it says anything.
   struct Facts {
     int64_t code_bytes = 0;

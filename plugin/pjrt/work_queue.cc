@@ -1,10 +1,11 @@
 // One queue, one lock. An execution waits only for results of earlier ones, which have a
-// thread already: as many threads as may be pending cannot block each other.
+// thread already, so that executions cannot block each other.
 #include "plugin/pjrt/work_queue.h"
 
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -52,8 +53,19 @@ void RunLater(std::function<void()> work) {
   ++queue.num_pending;
   queue.work.push_back(std::move(work));
   if (queue.num_idle < static_cast<int>(queue.work.size()) && queue.num_threads < kMaxPending) {
-    ++queue.num_threads;
-    std::thread(WorkerLoop).detach();
+    try {
+      std::thread(WorkerLoop).detach();
+      ++queue.num_threads;
+    } catch (const std::system_error&) {
+      // The system has no more threads to give: those that there are do, or this one.
+      if (queue.num_threads == 0) {
+        work = std::move(queue.work.back());
+        queue.work.pop_back();
+        --queue.num_pending;
+        lock.unlock();
+        return work();
+      }
+    }
   }
   queue.has_work.notify_one();
 }

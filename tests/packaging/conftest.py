@@ -16,14 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from jax_flash_metal import hosts
 from plugin import build
 
 # In a fresh environment: the package found there, the kernels run, the result is right.
 PROGRAM = """
 import pathlib, sys
+import jax
 import jax.numpy as jnp
 import jax_flash_metal
 
+assert jax.default_backend() == sys.argv[2]
 assert pathlib.Path(jax_flash_metal.__file__).is_relative_to(sys.argv[1])
 query = jnp.sin(jnp.arange(2 * 5 * 4 * 16.0)).reshape(2, 5, 4, 16)
 key = jnp.cos(jnp.arange(2 * 7 * 2 * 16.0)).reshape(2, 7, 2, 16)
@@ -34,6 +37,12 @@ out, expected = (
 assert out.shape == query.shape
 assert float(jnp.abs(out - expected).max()) < 1e-5
 """
+
+
+try:
+    HAS_HOST = bool(hosts.find())
+except hosts.HostError:
+    HAS_HOST = False
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -63,8 +72,10 @@ def pip(*arguments: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def check_installed(python: Path, place: Path, cwd: Path) -> None:
-    """Runs PROGRAM; the package must come from `place`."""
-    run(python, "-c", PROGRAM, place, cwd=cwd)
+    """Runs PROGRAM on the platforms that are here; the package must be in `place`."""
+    for platform in ("cpu", "flash_metal") if HAS_HOST else ("cpu",):
+        settings = {"JAX_PLATFORMS": f"{platform},cpu"}
+        run(python, "-c", PROGRAM, place, platform, cwd=cwd, **settings)
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,16 @@ def test_wheel_contents(wheel: Path) -> None:
     assert not [name for name in names if "checker" in name]
 
 
+def test_wheel_has_the_entry_point_of_jax(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("/entry_points.txt"))
+        text = archive.read(name).decode()
+    assert text.split() == [
+        "[jax_plugins]",
+        *("flash_metal", "=", "jax_flash_metal.pjrt"),
+    ]
+
+
 def test_wheel_tag(wheel: Path) -> None:
     platform = build.TARGETS[build.host_target()].wheel_platform
     assert wheel.name == f"jax_flash_metal-{build.version()}-py3-none-{platform}.whl"

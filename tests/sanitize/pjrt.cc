@@ -213,6 +213,19 @@ Plan ConstantCall() {
   return plan;
 }
 
+// (x) -> x + 1 by a call, and then x added by the host.
+Plan ReadLate() {
+  Plan plan = NewPlan(1, 1);
+  plan.segments = {Arrays(2) + "add 0 1\nout 2\n"};
+  plan.calls = {CallOf("Async", AsyncOptions(""))};
+  Block& main = plan.blocks[0];
+  main.num_values = 3;
+  main.outputs = {2};
+  main.steps = {MakeStep(StepKind::kCall, 0, {0}, {1}),
+                MakeStep(StepKind::kSegment, 0, {0, 1}, {2}, {1})};
+  return plan;
+}
+
 // (x) -> x with 1 added by the host and doubled by a call until it is at least 100. Every
 // memory is reused where it can be.
 Plan Loop() {
@@ -311,6 +324,7 @@ Plan FailingLine(const std::string& target, Attributes attributes) {
 void AddPlans() {
   AddPlan("chain", Chain());
   AddPlan("constant call", ConstantCall());
+  AddPlan("read late", ReadLate());
   AddPlan("loop", Loop());
   AddPlan("branches", Branches());
   const PlannedCall scale = CallOf("Scale", {{"factor", Float(2)}});
@@ -754,9 +768,36 @@ void Metadata() {
     load.serialized_executable_size = bytes.size() - 1;
     CheckError(Ask(load), Code::kInvalidArgument, "cut short");
 
+    if (api->version.minor == kKnownMinor) {
+      PJRT_Client_Load_Args again = {};
+      again.client = client;
+      again.executable = get.executable;
+      CheckOk(Ask(again));
+      RunChain(again.loaded_executable, thread);  // not the shadow's zeros
+      Destroy(again.loaded_executable);
+    }
+
     PJRT_Executable_Destroy_Args destroy = {};
     destroy.executable = get.executable;
     CheckOk(Ask(destroy));
+  });
+}
+
+// A plan that is given an array for good while an earlier one has yet to read it.
+void DonatedWhileNeeded() {
+  const Executable slow(ProgramName("read late"));
+  const Executable loop(ProgramName("loop"));
+  InThreads(kThreads, [&](int) {
+    for (int i = 0; i < kRepeats; ++i) {
+      const Array x(40.0f);
+      Result<std::vector<Array>> first = Execute(slow.handle, {&x}, 1);
+      CheckOk(first.status());
+      Result<std::vector<Array>> second = Execute(loop.handle, {&x}, 1);
+      CheckOk(second.status());
+      CHECK(x.IsDeleted());
+      (*second)[0].CheckValue(2 * (2 * (40.0f + 1) + 1));
+      (*first)[0].CheckValue(40 + (40 + 1));
+    }
   });
 }
 
@@ -841,6 +882,7 @@ int main(int argc, char** argv) {
       {"callbacks", Callbacks},
       {"metadata", Metadata},
       {"on the host only", OnTheHostOnly},
+      {"donated while needed", DonatedWhileNeeded},
   };
   for (const auto& [name, test] : tests) {
     std::fprintf(stderr, "%s\n", name);  // seen if it fails

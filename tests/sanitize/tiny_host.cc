@@ -494,6 +494,11 @@ Status DefaultMemory(PJRT_Device_DefaultMemory_Args& args) {
   args.memory = &memory_space;
   return {};
 }
+Status MemoryKind(PJRT_Memory_Kind_Args& args) {
+  args.kind = "tiny";
+  args.kind_size = 4;
+  return {};
+}
 
 Status Compile(PJRT_Client_Compile_Args& args) {
   auto program = std::make_shared<Program>();
@@ -512,6 +517,10 @@ Status LoadedIsDeleted(PJRT_LoadedExecutable_IsDeleted_Args& args) {
 }
 Status GetExecutable(PJRT_LoadedExecutable_GetExecutable_Args& args) {
   args.executable = new PJRT_Executable{args.loaded_executable->program};
+  return {};
+}
+Status Load(PJRT_Client_Load_Args& args) {
+  args.loaded_executable = new PJRT_LoadedExecutable{args.executable->program};
   return {};
 }
 Status ExecutableDestroy(PJRT_Executable_Destroy_Args& args) {
@@ -702,10 +711,12 @@ PJRT_Api MakeApi() {
   JFM_SLOT(PlatformName, PJRT_Client_PlatformName_Args);
   JFM_SLOT(AddressableDevices, PJRT_Client_AddressableDevices_Args);
   JFM_SLOT(DefaultMemory, PJRT_Device_DefaultMemory_Args);
+  JFM_SLOT(MemoryKind, PJRT_Memory_Kind_Args);
   JFM_SLOT(Compile, PJRT_Client_Compile_Args);
   JFM_SLOT(LoadedDestroy, PJRT_LoadedExecutable_Destroy_Args);
   JFM_SLOT(LoadedIsDeleted, PJRT_LoadedExecutable_IsDeleted_Args);
   JFM_SLOT(GetExecutable, PJRT_LoadedExecutable_GetExecutable_Args);
+  JFM_SLOT(Load, PJRT_Client_Load_Args);
   JFM_SLOT(Execute, PJRT_LoadedExecutable_Execute_Args);
   JFM_SLOT(ExecutableDestroy, PJRT_Executable_Destroy_Args);
   JFM_SLOT(NumOutputs, PJRT_Executable_NumOutputs_Args);

@@ -91,8 +91,8 @@ struct Extension {
 Extension* extension = nullptr;  // never destroyed
 
 std::shared_mutex context_mutex;  // protects Contexts()
-std::map<const PJRT_ExecuteContext*, std::unique_ptr<ContextData>>& Contexts() {
-  static auto& contexts = *new std::map<const PJRT_ExecuteContext*, std::unique_ptr<ContextData>>;
+std::map<const PJRT_ExecuteContext*, std::shared_ptr<ContextData>>& Contexts() {
+  static auto& contexts = *new std::map<const PJRT_ExecuteContext*, std::shared_ptr<ContextData>>;
   return contexts;
 }
 
@@ -129,8 +129,8 @@ Status UserDataAdd(UserDataAddArgs* args, PJRT_Error** host_error) {
   if (args->context == nullptr) return InvalidArgument("user data needs an execute context");
   {
     std::unique_lock<std::shared_mutex> lock(context_mutex);
-    std::unique_ptr<ContextData>& entry = Contexts()[args->context];
-    if (entry == nullptr) entry = std::make_unique<ContextData>();
+    std::shared_ptr<ContextData>& entry = Contexts()[args->context];
+    if (entry == nullptr) entry = std::make_shared<ContextData>();
     if (Status status = entry->values.Add(args->type_id, args->data); !status.ok()) return status;
     if (args->struct_size >= sizeof(UserDataAddArgs) && args->deleter != nullptr) {
       entry->owned.emplace_back(args->data, args->deleter);
@@ -196,15 +196,15 @@ PJRT_Extension* MakeFfiExtension(const std::string& platform_name, const PJRT_Ex
   return &extension->node.base;
 }
 
-const UserData* FindUserData(const PJRT_ExecuteContext* context) {
-  if (context == nullptr) return nullptr;
+AttachedData FindUserData(const PJRT_ExecuteContext* context) {
   std::shared_lock<std::shared_mutex> lock(context_mutex);
   const auto found = Contexts().find(context);
-  return found == Contexts().end() ? nullptr : &found->second->values;
+  if (found == Contexts().end()) return {};
+  return {found->second->values, found->second};
 }
 
 void ForgetUserData(const PJRT_ExecuteContext* context) {
-  std::unique_ptr<ContextData> forgotten;  // deleters run without the lock
+  std::shared_ptr<ContextData> forgotten;  // deleters run without the lock
   std::unique_lock<std::shared_mutex> lock(context_mutex);
   const auto found = Contexts().find(context);
   if (found == Contexts().end()) return;

@@ -2,6 +2,7 @@
 // types and user data through it. Handlers of other platforms go on to the host's node.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "plugin/pjrt/custom_call/types.h"
@@ -18,9 +19,14 @@ using CreateErrorFunction = PJRT_Error* (*)(const Status& status);
 PJRT_Extension* MakeFfiExtension(const std::string& platform_name, const PJRT_Extension* host_node,
                                  PJRT_Extension* next, CreateErrorFunction create_error);
 
-// What was attached to an execution's context; null when nothing was. Valid until
-// ForgetUserData, to be called when the context is destroyed.
-const UserData* FindUserData(const PJRT_ExecuteContext* context);
+// What was attached to an execution's context until now; empty when nothing was. What the
+// values point to lives as long as `owner`, even if the context is destroyed meanwhile.
+struct AttachedData {
+  UserData values;
+  std::shared_ptr<const void> owner;
+};
+AttachedData FindUserData(const PJRT_ExecuteContext* context);
+// To be called when the context is destroyed.
 void ForgetUserData(const PJRT_ExecuteContext* context);
 
 }  // namespace jfm::pjrt

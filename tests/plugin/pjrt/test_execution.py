@@ -1,8 +1,7 @@
-"""Programs with custom calls as they run: results, donation, time, errors, memory."""
+"""Programs with custom calls as they run: results, donation, time, errors."""
 
 from __future__ import annotations
 
-import gc
 import inspect
 import threading
 import time
@@ -114,7 +113,8 @@ def test_a_program_of_one_call_and_one_without_arguments():
 
 def test_donated_memory_is_reused():
     run = jax.jit(lambda x, w: (x - scale(w), scale(w).sum()), donate_argnums=0)
-    x, w = put(X), put(X * 10)
+    # Not put(X) itself: the host may have NumPy's memory there, and then keeps to it.
+    x, w = put(X) * 1, put(X * 10)
     pointer = x.unsafe_buffer_pointer()
     result, _ = run(x, w)
     assert x.is_deleted()
@@ -158,47 +158,32 @@ def test_one_buffer_donated_and_kept():
 # -- Calls that write over an operand --------------------------------------------------
 
 
-def scale_in_place(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """x * 2, written to x's memory if nobody else needs that."""
+def sum_in_place(x: jax.Array) -> jax.Array:
+    """x with its sum for x[0], in x's memory if nobody else needs that."""
     if "input_output_aliases" not in inspect.signature(ffi.ffi_call).parameters:
         pytest.skip("this version's ffi_call has no aliases")
     on_platform.register_handlers()
-    call = ffi.ffi_call("test_Scale", like(x), input_output_aliases={0: 0})
-    x, *_ = jax.lax.optimization_barrier((x, *others))
-    return call(x, factor=np.float32(2))
+    call = ffi.ffi_call("test_SumAll", [like(x)], input_output_aliases={0: 0})
+    return call(x)[0]
+
+
+def summed(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([[x.sum()], x[1:]])
 
 
 def test_a_call_in_place_changes_nothing_that_is_still_needed():
     def run(x):
         y = x + 1
-        return scale_in_place(x), scale_in_place(y), y * 3, scale_in_place(x * 5)
+        return sum_in_place(x), sum_in_place(y), y * 3, sum_in_place(x * 5)
 
-    x = put(X)
+    values = np.arange(6, dtype=np.float32)
+    x = put(values)
     results = jax.jit(run)(x)
-    for got, expected in zip(results, (X * 2, (X + 1) * 2, (X + 1) * 3, X * 10)):
+    y = values + 1
+    for got, expected in zip(results, (summed(values), summed(y), y * 3)):
         np.testing.assert_array_equal(got, expected)
-    np.testing.assert_array_equal(x, X)
-
-
-def test_a_call_in_place_lets_the_host_finish_reading():
-    # The second call depends on the host's slow segment only through a branch that is
-    # not taken, so nothing waits for it before y is written over.
-    def slow(y):
-        return jax.lax.fori_loop(0, 2000, lambda _, z: jnp.sin(z) + y, y)
-
-    def run(x, index):
-        y = scale(x)
-        z = slow(y)
-        chosen = jax.lax.cond(index > 0, lambda: scale(z), lambda: scale(x))
-        return z, scale_in_place(y, chosen)
-
-    run = jax.jit(run)
-    x = put(np.linspace(0, 1, 1 << 14, dtype=np.float32))
-    expected = np.asarray(jax.jit(lambda x: slow(x * 2))(x))
-    for _ in range(2):
-        z, doubled = run(x, 0)
-        np.testing.assert_array_equal(doubled, np.asarray(x) * 4)
-        np.testing.assert_allclose(z, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(results[3], summed(values * 5))
+    np.testing.assert_array_equal(x, values)
 
 
 # -- Time ------------------------------------------------------------------------------
@@ -318,11 +303,8 @@ def test_an_error_passes_through_what_uses_its_result():
 
 
 def test_an_error_in_a_loop_leaves_nothing():
-    def body(_, x):
-        return wait(x * 1, 0, "third time") if False else scale(x)
-
     def run(x, y):
-        x = jax.lax.fori_loop(0, 3, body, x)
+        x = jax.lax.fori_loop(0, 3, lambda _, c: scale(c), x)
         return (
             jax.lax.fori_loop(0, 3, lambda _, c: wait(c + 1, 1, "in the loop"), x) + y
         )
@@ -345,38 +327,3 @@ def test_an_unregistered_target_is_named_with_the_registered_ones():
     run = jax.jit(lambda x: bind("nobody_has_this", [like(x)], scale(x))[0])
     with pytest.raises(Exception, match=r"(?s)nobody_has_this.*test_Fail.*test_Scale"):
         run(put(X))
-
-
-# -- Memory ----------------------------------------------------------------------------
-
-
-def test_a_thousand_steps_leave_nothing(x64):
-    def step(w, x):
-        def loss(w):
-            return (scale(jnp.tanh(x @ w)) ** 2).sum()
-
-        return w - 1e-4 * jax.jit(jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum()))(
-            w
-        ), scale(loss(w)[None])[0]
-
-    run = jax.jit(step, donate_argnums=0)
-    rng = np.random.default_rng(0)
-    x = put(rng.standard_normal((64, 256)).astype(np.float32))
-    w = put(rng.standard_normal((256, 256)).astype(np.float32))
-
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
-
-    for _ in range(200):
-        w, value = run(w, x)
-    jax.block_until_ready(value)
-    gc.collect()
-    arrays, before = len(jax.live_arrays("flash_metal")), resident()
-    for _ in range(1000):
-        w, value = run(w, x)
-    jax.block_until_ready((w, value))
-    gc.collect()
-    assert len(jax.live_arrays("flash_metal")) == arrays
-    # A quarter of one step's buffers kept per step would be 64 MB.
-    assert resident() - before < 16 << 20

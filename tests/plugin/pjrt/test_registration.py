@@ -205,6 +205,13 @@ def test_no_host_installed():
     )
 
 
+def test_no_host_known(monkeypatch):
+    monkeypatch.setattr(hosts.platform, "machine", lambda: "riscv64")
+    monkeypatch.delenv("JAX_FLASH_METAL_HOST", raising=False)
+    with pytest.raises(hosts.HostError, match="none is known for linux on riscv64;"):
+        hosts.find()
+
+
 def test_named_host_not_installed():
     settings = {"JAX_FLASH_METAL_HOST": "lammps-jax-pjrt-cpu"}
     assert error_of(NONE_INSTALLED, **settings) == (

@@ -1,4 +1,4 @@
-"""A Flax model trained on flash_metal: the losses of the CPU, and nothing left behind."""
+"""A Flax model trained on flash_metal: the losses of the CPU, nothing left behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def training(platform: str, implementation: str | None):
-    """(state, step): `step(state, tokens)` gives the next state, donated, and the loss."""
+    """(state, step): `step(state, tokens)` gives the next state and the loss."""
     model = Model(implementation)
     optimizer = optax.adamw(3e-3)
     device = jax.devices(platform)[0]
