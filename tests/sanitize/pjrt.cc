@@ -79,7 +79,7 @@ class Writer {
       Int(static_cast<int64_t>(alias.first));
       Int(static_cast<int64_t>(alias.second));
     });
-    Int(call.has_side_effect);
+    Int(0);  // no side effects
   }
   void Write(const Step& step) {
     const bool has_index = step.kind == StepKind::kSegment || step.kind == StepKind::kCall;

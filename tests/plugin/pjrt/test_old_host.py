@@ -203,13 +203,16 @@ def test_ahead_of_time_compilation(run):
     program = """
 compiled = jax.jit(lambda y: (y * 2, jnp.sum(y))).lower(x).compile()
 np.testing.assert_allclose(compiled(x)[0], x * 2)
-# The host has none of these, and jax makes None of that.
-print(compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis())
+# The host has none of these, and jax makes None of that. For jaxlib 0.4.34 the plugin
+# shows what it gave to compile.
+text = compiled.as_text()
+print(text is None or "multiply" in text)
+print(compiled.memory_analysis(), compiled.cost_analysis())
 from jax.experimental import serialize_executable
 print(error_of(serialize_executable.serialize, compiled))
 """
-    facts, error = run(program).splitlines()
-    assert facts == "None None None"
+    text, facts, error = run(program).splitlines()
+    assert (text, facts) == ("True", "None None")
     assert "UNIMPLEMENTED: SerializeExecutable is not supported." in error
 
 
