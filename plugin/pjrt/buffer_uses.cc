@@ -37,8 +37,15 @@ Status GivenAway() { return InvalidArgument("Buffer has been deleted or donated.
 
 }  // namespace
 
-Result<std::vector<bool>> AcquireBuffers(const std::vector<PJRT_Buffer*>& arguments,
+Result<std::vector<bool>> AcquireBuffers(const Host& host,
+                                         const std::vector<PJRT_Buffer*>& arguments,
                                          const std::vector<bool>& donated) {
+  for (PJRT_Buffer* buffer : arguments) {
+    PJRT_Buffer_IsDeleted_Args args = {};
+    args.buffer = buffer;
+    if (Status status = host.Call(args); !status.ok()) return status;
+    if (args.is_deleted) return GivenAway();
+  }
   std::vector<bool> expendable = donated;
   std::lock_guard<std::mutex> lock(mutex);
   for (size_t i = 0; i < arguments.size(); ++i) {

@@ -16,8 +16,9 @@ class Host;
 // An execution begins with these arguments. `donated[i]`: from now on the caller sees
 // arguments[i] as deleted. Gives those of the donated ones that the execution may overwrite:
 // not those that another pending one still needs. Fails, and takes nothing, when one of
-// them is given away already.
-Result<std::vector<bool>> AcquireBuffers(const std::vector<PJRT_Buffer*>& arguments,
+// them is deleted or given away already.
+Result<std::vector<bool>> AcquireBuffers(const Host& host,
+                                         const std::vector<PJRT_Buffer*>& arguments,
                                          const std::vector<bool>& donated);
 
 // The execution is over: does what was put off until now.

@@ -292,8 +292,8 @@ Status ExecuteProgram(const std::shared_ptr<const Program>& program,
     // A copy: the caller may destroy the context as soon as we return.
     execution.user_data = FindUserData(args.options->context);
   }
-  Result<std::vector<bool>> expendable =
-      AcquireBuffers(execution.arguments, DonatedArguments(*program, args));
+  Result<std::vector<bool>> expendable = AcquireBuffers(
+      *program->device().host, execution.arguments, DonatedArguments(*program, args));
   if (!expendable.ok()) return expendable.status();
   execution.expendable = std::move(*expendable);
   if (CanRunLater(*program)) return StartLater(std::move(execution), args);
