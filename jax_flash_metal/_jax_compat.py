@@ -17,7 +17,6 @@ from jax._src.interpreters import mlir as internal_mlir
 from jax.core import ShapedArray
 from jax.interpreters import batching, mlir
 from jaxlib import xla_client
-from jaxlib.cpu import _lapack
 
 # Untyped in JAX, hence Any. jax.ffi is a module since jax 0.5.
 try:
@@ -156,6 +155,8 @@ def add_linear_algebra(platform: str) -> None:
     jaxlib's LAPACK handlers are custom calls like any other; the private table of rules
     is the only place that says which primitives need them.
     """
+    from jaxlib.cpu import _lapack
+
     cpu_rules: Mapping[Any, Any] = internal_mlir._platform_specific_lowerings["cpu"]
     for primitive_, rule in cpu_rules.items():
         if primitive_ not in internal_mlir._lowerings:
