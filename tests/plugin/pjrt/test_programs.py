@@ -74,6 +74,8 @@ def test_a_profile_can_be_recorded(tmp_path):
 
 _INTERRUPTED = """
 import os, signal, threading
+# What starts a process in the background may have it ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import jax, numpy as np
 from jax_flash_metal import partition
 from tests.plugin.pjrt.on_platform import put, scale
