@@ -231,9 +231,7 @@ def _require_known_calls(
 
 
 def _require_one_device(module: Any) -> None:
-    attributes = module.operation.attributes
-    for name in ("mhlo.num_partitions", "mhlo.num_replicas"):
-        count = ir.IntegerAttr(attributes[name]).value if name in attributes else 1
+    for name, count in stablehlo.device_counts(module).items():
         if count > 1:
             raise PartitionError(
                 UNIMPLEMENTED,

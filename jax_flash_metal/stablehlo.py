@@ -281,12 +281,20 @@ def erase_sharding(module: Module) -> None:
             _erase_sharding_attributes(op)
 
 
-def _require_one_device(module: Module) -> None:
+def device_counts(module: Module) -> dict[str, int]:
+    """How many devices a program is for: the attributes of it that say so."""
     from jaxlib.mlir import ir
 
     attributes = module.operation.attributes
-    for name in ("mhlo.num_replicas", "mhlo.num_partitions"):
-        count = ir.IntegerAttr(attributes[name]).value if name in attributes else 1
+    return {
+        name: ir.IntegerAttr(attributes[name]).value
+        for name in ("mhlo.num_partitions", "mhlo.num_replicas")
+        if name in attributes
+    }
+
+
+def _require_one_device(module: Module) -> None:
+    for name, count in device_counts(module).items():
         if count != 1:
             raise StablehloError(f"the program has {name} = {count}, {_ONE_DEVICE}")
 

@@ -32,12 +32,6 @@ std::string DataTypeName(int32_t type) {
   return "XLA data type " + std::to_string(type);
 }
 
-std::string Join(const std::vector<std::string>& parts) {
-  std::string text;
-  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
-  return text;
-}
-
 std::string ShapeText(const Shape& shape) {
   std::vector<std::string> parts;
   for (int64_t size : shape) parts.push_back(std::to_string(size));

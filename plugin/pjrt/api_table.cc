@@ -223,16 +223,17 @@ Status ClientLoad(PJRT_Client_Load_Args& args) {
 
 Status LoadedExecutableExecute(PJRT_LoadedExecutable_Execute_Args& args) {
   if (Status status = CheckNotForked(); !status.ok()) return status;
-  if (const std::shared_ptr<const Program> program = FindProgram(args.executable)) {
+  const LoadedExecutable loaded = FindLoaded(args.executable);
+  if (loaded.program != nullptr) {
     PJRT_LoadedExecutable_IsDeleted_Args deleted = {};
     deleted.executable = args.executable;
     if (Status status = TheHost().Call(deleted); !status.ok()) return status;
     if (deleted.is_deleted) return InvalidArgument("the executable has been deleted.");
-    return ExecuteProgram(program, args);
+    return ExecuteProgram(loaded.program, args);
   }
   for (size_t i = 0; i < args.num_devices; ++i) {
-    Status status = PrepareForHost(args.argument_lists[i], args.num_args,
-                                   MayOverwriteArguments(args.executable));
+    Status status =
+        PrepareForHost(args.argument_lists[i], args.num_args, loaded.may_overwrite_arguments);
     if (!status.ok()) return status;
   }
   // The options are a struct of the caller's size too.
@@ -315,7 +316,7 @@ Status ExecutableFingerprint(PJRT_Executable_Fingerprint_Args& args) {
 }
 
 Status LoadedExecutableFingerprint(PJRT_LoadedExecutable_Fingerprint_Args& args) {
-  return Fingerprint(args, FindProgram(args.executable));
+  return Fingerprint(args, FindLoaded(args.executable).program);
 }
 
 Status ExecutableSizeOfGeneratedCode(PJRT_Executable_SizeOfGeneratedCodeInBytes_Args& args) {

@@ -16,17 +16,6 @@ std::atomic<int64_t> num_live_buffers{0};
 
 constexpr size_t kAlignment = 64;  // XLA's own for host memory
 
-Result<StagingMemory> NewStaging(int64_t size_bytes) {
-  // aligned_alloc wants a multiple of the alignment; never null for an empty array.
-  const size_t blocks = (static_cast<size_t>(size_bytes) + kAlignment - 1) / kAlignment;
-  StagingMemory memory(std::aligned_alloc(kAlignment, std::max<size_t>(blocks, 1) * kAlignment));
-  if (memory == nullptr) {
-    return Status(Code::kResourceExhausted,
-                  "out of host memory for " + std::to_string(size_bytes) + " bytes.");
-  }
-  return memory;
-}
-
 BufferRef Own(const Device& device, PJRT_Buffer* handle) {
   return std::make_shared<HostBuffer>(*device.host, handle, HostBuffer::Owner::kPlan);
 }
@@ -147,6 +136,17 @@ Result<void*> HostBuffer::Address() {
   if (Status status = host_.Call(args); !status.ok()) return status;
   address_ = args.device_memory_ptr;
   return args.device_memory_ptr;
+}
+
+Result<StagingMemory> NewStaging(int64_t size_bytes) {
+  // aligned_alloc wants a multiple of the alignment; never null for an empty array.
+  const size_t blocks = (static_cast<size_t>(size_bytes) + kAlignment - 1) / kAlignment;
+  StagingMemory memory(std::aligned_alloc(kAlignment, std::max<size_t>(blocks, 1) * kAlignment));
+  if (memory == nullptr) {
+    return Status(Code::kResourceExhausted,
+                  "out of host memory for " + std::to_string(size_bytes) + " bytes.");
+  }
+  return memory;
 }
 
 int64_t NumLiveBuffers() { return num_live_buffers.load(std::memory_order_relaxed); }

@@ -87,6 +87,8 @@ struct FreeMemory {
   void operator()(void* memory) const { std::free(memory); }
 };
 using StagingMemory = std::unique_ptr<void, FreeMemory>;
+// Host memory as aligned as XLA's own; never null, not for an empty array either.
+Result<StagingMemory> NewStaging(int64_t size_bytes);
 
 // Memory that a handler reads or writes; `staging` is set where it is a copy.
 struct CallMemory {

@@ -85,16 +85,10 @@ Result<Reply> AskPython(const std::string& program, const std::string& options) 
   return reply;
 }
 
-std::string Join(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text.empty() ? "none" : text;
-}
-
 // The host's error says which target it does not know, if that is what is wrong; add which
 // ones we do.
 Status ExplainTargets(const Status& status, const std::string& program) {
-  const std::string registered = Join(RegisteredTargets());
+  const std::string registered = RegisteredTargetsText();
   const bool is_about_a_call = Contains(status.message(), "andler") ||
                                Contains(status.message(), "ustom call") ||
                                Contains(status.message(), "ustom_call");
@@ -182,10 +176,12 @@ Result<PJRT_LoadedExecutable*> CompileProgram(const ClientState& client, const s
   return CompileOnHost(client, program, options);
 }
 
-std::shared_ptr<const Program> FindProgram(const PJRT_LoadedExecutable* executable) {
+LoadedExecutable FindLoaded(const PJRT_LoadedExecutable* executable) {
   std::shared_lock<std::shared_mutex> lock(executables_mutex);
   const auto found = loaded_executables.find(executable);
-  return found == loaded_executables.end() ? nullptr : found->second.program;
+  // One that did not pass through our hands (deserialised by the host) may overwrite.
+  if (found == loaded_executables.end()) return {nullptr, true};
+  return {found->second.program, found->second.may_overwrite_arguments};
 }
 
 std::shared_ptr<const Program> FindProgram(const PJRT_Executable* executable) {
@@ -202,13 +198,6 @@ std::shared_ptr<const std::string> CodeInsteadOfOptimized(const PJRT_Executable*
   // The plan's own program, kept alive by the plan.
   if (entry.program != nullptr) return {entry.program, &entry.program->plan().program};
   return entry.code;
-}
-
-bool MayOverwriteArguments(const PJRT_LoadedExecutable* executable) {
-  std::shared_lock<std::shared_mutex> lock(executables_mutex);
-  const auto found = loaded_executables.find(executable);
-  // One that did not pass through our hands (deserialised by the host): it may.
-  return found == loaded_executables.end() || found->second.may_overwrite_arguments;
 }
 
 void NoteUnloaded(const PJRT_LoadedExecutable* loaded, const PJRT_Executable* executable) {

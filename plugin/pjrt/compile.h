@@ -19,14 +19,16 @@ namespace jfm::pjrt {
 Result<PJRT_LoadedExecutable*> CompileProgram(const ClientState& client, const std::string& program,
                                               const std::string& options);
 
+struct LoadedExecutable {
+  std::shared_ptr<const Program> program;  // the plan it stands for; null: just the host's
+  bool may_overwrite_arguments = false;    // whether the host may reuse or delete them
+};
+LoadedExecutable FindLoaded(const PJRT_LoadedExecutable* executable);
 // The plan that an executable stands for; null: it is just the host's.
-std::shared_ptr<const Program> FindProgram(const PJRT_LoadedExecutable* executable);
 std::shared_ptr<const Program> FindProgram(const PJRT_Executable* executable);
 // What to show of a program where the host's optimised one cannot be: what was given to
 // compile. Null: show the host's.
 std::shared_ptr<const std::string> CodeInsteadOfOptimized(const PJRT_Executable* executable);
-// Whether the host may reuse or delete arguments when it executes this.
-bool MayOverwriteArguments(const PJRT_LoadedExecutable* executable);
 
 // The host made `executable` from `loaded`, or `loaded` from one that stands for `program`;
 // the host destroys one of them.

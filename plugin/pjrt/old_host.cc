@@ -3,7 +3,6 @@
 #include "plugin/pjrt/old_host.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -209,16 +208,6 @@ Extent ExtentOf(const PJRT_Client_BufferFromHostBuffer_Args& args) {
     dense_stride *= args.dims[i];
   }
   return extent;
-}
-
-Result<StagingMemory> NewStaging(int64_t size_bytes) {
-  // What malloc gives is aligned for kHostAlignment; never null for an empty array.
-  StagingMemory memory(std::malloc(static_cast<size_t>(std::max<int64_t>(size_bytes, 1))));
-  if (memory == nullptr) {
-    return Status(Code::kResourceExhausted,
-                  "out of host memory for " + std::to_string(size_bytes) + " bytes.");
-  }
-  return memory;
 }
 
 Status BufferFromHostBuffer(const Host& host, PJRT_Client_BufferFromHostBuffer_Args& args) {

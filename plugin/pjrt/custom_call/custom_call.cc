@@ -234,13 +234,9 @@ class FfiCall final : public CustomCall {
                                                     const UserData* user_data) {
     std::optional<Handler> handler = FindHandler(spec.target);
     if (!handler.has_value()) {
-      std::string names;
-      for (const std::string& name : RegisteredTargets()) {
-        names += (names.empty() ? "" : ", ") + name;
-      }
       return Status(Code::kNotFound,
                     "no FFI handler is registered for the custom call target " + spec.target +
-                        "; registered are: " + (names.empty() ? "none" : names) + ".");
+                        "; registered are: " + RegisteredTargetsText() + ".");
     }
     std::unique_ptr<FfiCall> call(new FfiCall(*std::move(handler)));
     if (Status status = call->Prepare(spec, user_data); !status.ok()) return call->Named(status);

@@ -133,6 +133,11 @@ std::vector<std::string> RegisteredTargets() {
   return names;
 }
 
+std::string RegisteredTargetsText() {
+  const std::string names = Join(RegisteredTargets());
+  return names.empty() ? "none" : names;
+}
+
 Status RegisterType(const std::string& name, int64_t* type_id, void (*deleter)(void*)) {
   if (type_id == nullptr) return InvalidArgument("the type id of " + name + " is a null pointer");
   Registry& registry = GetRegistry();

@@ -49,6 +49,7 @@ void SetHandlerPlatform(const std::string& platform);
 
 std::optional<Handler> FindHandler(const std::string& name);
 std::vector<std::string> RegisteredTargets();  // sorted
+std::string RegisteredTargetsText();           // for messages; "none" if there are none
 
 // -- Types of states and of user data -----------------------------------------------
 
