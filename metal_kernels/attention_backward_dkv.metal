@@ -21,11 +21,12 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     device const float* delta [[buffer(JFM_BUFFER_DELTA)]],
     device T* dkey [[buffer(JFM_BUFFER_DKEY)]],
     device T* dvalue [[buffer(JFM_BUFFER_DVALUE)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_KV == 8 * NUM_SIMDGROUPS, "a simdgroup owns 8 keys");
   static_assert(BLOCK_Q % 8 == 0 && HEAD_DIM % 8 == 0, "fragments are 8x8");
+  const uint3 group = whole_grid(params, position);
   constexpr int kQueryFragments = BLOCK_Q / 8;
   constexpr int kDimFragments = HEAD_DIM / 8;
   constexpr int kTileStride = tile_row_stride<T, HEAD_DIM>();

@@ -20,11 +20,12 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     device const T* dout [[buffer(JFM_BUFFER_DOUT)]],
     device const float* delta [[buffer(JFM_BUFFER_DELTA)]],
     device T* dquery [[buffer(JFM_BUFFER_DQUERY)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q == 8 * NUM_SIMDGROUPS, "a simdgroup owns 8 query rows");
   static_assert(BLOCK_KV % 8 == 0 && HEAD_DIM % 8 == 0, "fragments are 8x8");
+  const uint3 group = whole_grid(params, position);
   constexpr int kKeyFragments = BLOCK_KV / 8;
   constexpr int kDimFragments = HEAD_DIM / 8;
   constexpr int kTileStride = tile_row_stride<T, HEAD_DIM>();

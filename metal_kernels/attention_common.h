@@ -25,6 +25,14 @@ JFM_FUNCTION_CONSTANTS(JFM_DECLARE_CONSTANT)
 // exp2(-inf - JFM_MOST_NEGATIVE) = 0 instead of exp2(-inf + inf) = NaN.
 #define JFM_MOST_NEGATIVE -3.402823466e+38f
 
+// ---------------------------------------------------------------- the grid
+
+// Position in the whole grid, of which this launch may be a part.
+METAL_FUNC uint3 whole_grid(constant AttentionParams& params, uint3 position) {
+  return uint3(position.x + uint(params.first_group[0]), position.y + uint(params.first_group[1]),
+               position.z + uint(params.first_group[2]));
+}
+
 // ---------------------------------------------------------------- operand addresses
 
 // First element of (batch, head). A stride of 0 shares the operand over a dimension.

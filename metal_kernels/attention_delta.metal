@@ -13,9 +13,10 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     device const T* dout [[buffer(JFM_BUFFER_DOUT)]],
     device const float* dlogsumexp [[buffer(JFM_BUFFER_DLOGSUMEXP)]],
     device float* delta [[buffer(JFM_BUFFER_DELTA)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const uint3 group = whole_grid(params, position);
   const int head = int(group.y);
   const int row = int(group.x) * NUM_SIMDGROUPS + int(simdgroup);
   if (row >= params.q_len) return;  // whole simdgroups leave; no barrier follows

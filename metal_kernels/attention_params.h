@@ -66,14 +66,14 @@ struct AttentionParams {
   JFM_INT32 q_offset;       // query i sees key j iff j <= i + q_offset (is_causal)
   JFM_INT32 num_splits;     // split kernels: parts of the key range
   JFM_INT32 keys_per_split; // a multiple of the kernel's block_kv
-  JFM_INT32 reserved;
+  JFM_INT32 first_group[3];  // of the whole grid: a long launch is cut into several
   float scale;       // multiplies the scores
   float scale_log2;  // scale * log2(e): the kernels work with exp2
 };
 
 #ifndef __METAL_VERSION__
 static_assert(sizeof(TensorStrides) == 48, "layout shared with Metal");
-static_assert(sizeof(AttentionParams) == 11 * 48 + 16 * 4, "layout shared with Metal");
+static_assert(sizeof(AttentionParams) == 11 * 48 + 18 * 4, "layout shared with Metal");
 static_assert(offsetof(AttentionParams, num_batch_dims) == 11 * 48, "layout shared with Metal");
-static_assert(offsetof(AttentionParams, scale) == 11 * 48 + 14 * 4, "layout shared with Metal");
+static_assert(offsetof(AttentionParams, scale) == 11 * 48 + 16 * 4, "layout shared with Metal");
 #endif

@@ -13,11 +13,12 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     device const T* value [[buffer(JFM_BUFFER_VALUE)]],
     device float* partial [[buffer(JFM_BUFFER_PARTIAL)]],
     device float* partial_lse [[buffer(JFM_BUFFER_PARTIAL_LSE)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q == 8, "a simdgroup owns 8 packed rows");
   static_assert(BLOCK_KV % 8 == 0 && HEAD_DIM % 8 == 0, "fragments are 8x8");
+  const uint3 group = whole_grid(params, position);
   constexpr int kKeyFragments = BLOCK_KV / 8;
   constexpr int kDimFragments = HEAD_DIM / 8;
 
@@ -129,9 +130,10 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     device const float* partial_lse [[buffer(JFM_BUFFER_PARTIAL_LSE)]],
     device T* out [[buffer(JFM_BUFFER_OUT)]],
     device float* logsumexp [[buffer(JFM_BUFFER_LOGSUMEXP)]],
-    uint3 group [[threadgroup_position_in_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const uint3 group = whole_grid(params, position);
   const long num_rows = num_partial_rows(params);
   const long row = long(group.x) * NUM_SIMDGROUPS + simdgroup;
   if (row >= num_rows) return;

@@ -4,7 +4,7 @@ Every step is content-addressed: a result lives in the cache under the hash of a
 was made from, so a rebuild runs only what changed and switching back costs nothing.
 Used by the Makefile, the packaging hook and the tests; knows nothing of wheels or JAX.
 
-    python -m plugin.build [--flavour fast|checker] [--target linux-x86_64] [--output F]
+    python -m plugin.build [--flavour fast|checker] [--target NAME] [--output F]
 """
 
 from __future__ import annotations
@@ -27,43 +27,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from plugin import kernel_sources
 from plugin.device.software import frontend
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from plugin.kernel_sources import KERNEL_DIR, BuildError, Variant, load_variants
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNEL_DIR = ROOT / "metal_kernels"
-LIBRARY_NAME = "libjax_flash_metal.so"
-# Where the Python package looks for the library in a source tree.
-IN_TREE_LIBRARY = ROOT / "jax_flash_metal" / "_native" / LIBRARY_NAME
 CHECKER_LIBRARY = ROOT / "build" / "libjax_flash_metal_checker.so"
 EXPORTS = ROOT / "plugin" / "exports.map"
 
 FLAVOURS = ("fast", "checker")
-DTYPES = {  # name in variants.toml: (MSL type, C++ enumerator)
-    "float32": ("float", "Dtype::kFloat32"),
-    "float16": ("half", "Dtype::kFloat16"),
-    "bfloat16": ("bfloat", "Dtype::kBfloat16"),
-}
+DEVICES = ("software", "apple")  # folders of plugin/device; a library has one of them
 CXX_FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror"),
     *("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections"),
     # Results must not depend on whether the compiler fuses a multiply and an add.
     "-ffp-contract=off",
 )
-LINK_FLAGS = (
-    # -s: no symbol names or debug lines, so no paths of the machine that built it.
-    *("-shared", "-s", "-lpthread", "-Wl,--gc-sections"),
+# -s: no debug lines, so no paths of the machine that built it.
+LINK_FLAGS = ("-shared", "-s")
+LINUX_LINK_FLAGS = (
+    *("-lpthread", "-Wl,--gc-sections", f"-Wl,--version-script={EXPORTS}"),
     # A symbol that nothing defines is an error of the link, not of the first call.
     *("-Wl,-z,defs", "-Wl,-z,relro", "-Wl,-z,now"),
 )
-
-
-class BuildError(Exception):
-    """The sources are wrong; the message names the file and the line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +59,11 @@ class Target:
     zig_triple: str
     wheel_platform: str
     # Files whose names end so are compiled with these flags, and only on this target.
-    isa_flags: dict[str, tuple[str, ...]]
+    isa_flags: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    device: str = "software"  # among DEVICES
+    library: str = "libjax_flash_metal.so"
+    cxx_flags: tuple[str, ...] = ()
+    link_flags: tuple[str, ...] = LINUX_LINK_FLAGS
 
     @property
     def machine(self) -> str:
@@ -86,118 +76,33 @@ TARGETS = {
         "manylinux_2_17_x86_64",
         {"_avx2": ("-mavx2", "-mfma", "-mf16c"), "_avx512": ("-mcpu=x86_64_v4",)},
     ),
-    "linux-aarch64": Target("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64", {}),
+    "linux-aarch64": Target("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64"),
+    "macos-arm64": Target(
+        "aarch64-macos.14.0",
+        "macosx_14_0_arm64",
+        device="apple",
+        library="libjax_flash_metal.dylib",
+        # zig's linker takes no list of exports: what must not be seen is hidden by the
+        # compiler, libc++'s operators new and delete by device/apple/new_delete.cc.
+        cxx_flags=("-fvisibility-global-new-delete=force-hidden",),
+        link_flags=("-Wl,-install_name,@rpath/libjax_flash_metal.dylib",),
+    ),
 }
 _ISA_SUFFIXES = {suffix for target in TARGETS.values() for suffix in target.isa_flags}
 
 
 def host_target() -> str:
     """The name of this machine's target; not every such name is in TARGETS."""
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(
-        platform.machine().lower(), platform.machine().lower()
-    )
+    machine = platform.machine().lower()
+    if sys.platform == "darwin":
+        return f"macos-{machine}"
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
     return f"{sys.platform}-{machine}"
 
 
-# -- The variant table ---------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One kernel instantiation: a row of variants.toml with one of its dtypes."""
-
-    kernel: str
-    source: str
-    dtype: str
-    head_dim: int
-    block_q: int
-    block_kv: int
-    num_simdgroups: int
-
-    @property
-    def host_name(self) -> str:
-        return (
-            f"{self.kernel}_{self.dtype}_d{self.head_dim}"
-            f"_q{self.block_q}_k{self.block_kv}_s{self.num_simdgroups}"
-        )
-
-    def table_line(self) -> str:
-        """The row as C++, for the planner's table."""
-        sizes = f"{self.head_dim}, {self.block_q}, {self.block_kv}"
-        return (
-            f'{{"{self.kernel}", {DTYPES[self.dtype][1]}, {sizes}, '
-            f'{self.num_simdgroups}, "{self.host_name}"}},\n'
-        )
-
-    def instantiation(self) -> str:
-        """The row as MSL: an explicit instantiation under its host name."""
-        msl_type = DTYPES[self.dtype][0]
-        instance = (
-            f"{self.kernel}<{msl_type}, {self.head_dim}, {self.block_q}, "
-            f"{self.block_kv}, {self.num_simdgroups}>"
-        )
-        return (
-            f'template [[host_name("{self.host_name}")]] [[kernel]] '
-            f"decltype({instance}) {instance};\n"
-        )
-
-
-_SIZES = ("head_dim", "block_q", "block_kv", "num_simdgroups")
-
-
-def load_variants(kernel_dir: Path = KERNEL_DIR) -> list[Variant]:
-    """Reads variants.toml; rows in table order, dtypes in the order of each row."""
-    path = kernel_dir / "variants.toml"
-    text = path.read_text()
-    try:
-        rows = tomllib.loads(text).get("variant", [])
-    except tomllib.TOMLDecodeError as error:
-        raise BuildError(f"{path}: {error}") from None
-    lines = [
-        number
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.strip().startswith("[[variant]]")
-    ]
-    variants: list[Variant] = []
-    seen: dict[str, int] = {}
-    for row, line in zip(rows, lines):
-        for variant in _parse_row(row, f"{path}:{line}"):
-            first = seen.setdefault(variant.host_name, line)
-            if first != line:
-                raise BuildError(
-                    f"{path}:{line}: {variant.host_name} is already in the table, "
-                    f"at line {first}."
-                )
-            variants.append(variant)
-    if not variants:
-        raise BuildError(f"{path}: expected at least one [[variant]] row, got none.")
-    return variants
-
-
-def _parse_row(row: dict[str, Any], where: str) -> list[Variant]:
-    unknown = set(row) - {"kernel", "source", "dtypes", *_SIZES}
-    missing = {"kernel", "dtypes", *_SIZES} - set(row)
-    if unknown or missing:
-        raise BuildError(
-            f"{where}: missing fields {sorted(missing)}, unknown fields "
-            f"{sorted(unknown)}."
-        )
-    for name in _SIZES:
-        if not isinstance(row[name], int) or row[name] < 1:
-            raise BuildError(
-                f"{where}: {name} must be a positive integer, got {row[name]!r}."
-            )
-    for dtype in row["dtypes"]:
-        if dtype not in DTYPES:
-            raise BuildError(
-                f"{where}: dtypes must be among {list(DTYPES)}, got {dtype!r}."
-            )
-    sizes = {name: row[name] for name in _SIZES}
-    source = row.get("source", row["kernel"])
-    return [
-        Variant(kernel=row["kernel"], source=source, dtype=dtype, **sizes)
-        for dtype in row["dtypes"]
-    ]
+def in_tree_library(target: Target) -> Path:
+    """Where the Python package looks for the library in a source tree."""
+    return ROOT / "jax_flash_metal" / "_native" / target.library
 
 
 # -- The cache -----------------------------------------------------------------------
@@ -228,12 +133,17 @@ class Cache:
             with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
                 new = Path(scratch) / path.name
                 make(new)
-                os.replace(new, path)
+                try:
+                    os.replace(new, path)
+                except OSError:
+                    if not path.is_dir():  # a folder that another process has made
+                        raise
         return path
 
-    def text(self, content: str, suffix: str) -> Path:
-        """A file with this text."""
-        return self.get(digest(content), suffix, lambda new: _write(new, content))
+    def text(self, content: str, suffix: str, key: str | None = None) -> Path:
+        """A file with this text, under `key` or else the hash of the text."""
+        key = key or digest(content)
+        return self.get(key, suffix, lambda new: _write(new, content))
 
 
 def _write(path: Path, content: str) -> None:
@@ -312,10 +222,13 @@ def version() -> str:
 
 def cpp_sources(target: Target) -> list[Path]:
     """Every C++ file of the plugin that belongs on `target`, in a fixed order."""
+    device = ROOT / "plugin" / "device"
+    others = [device / name for name in DEVICES if name != target.device]
     return [
         path
         for path in sorted((ROOT / "plugin").glob("**/*.cc"))
-        if (suffix := _isa_suffix(path)) is None or suffix in target.isa_flags
+        if ((suffix := _isa_suffix(path)) is None or suffix in target.isa_flags)
+        and not any(path.is_relative_to(folder) for folder in others)
     ]
 
 
@@ -349,15 +262,25 @@ class Request:
         ]
 
 
+def generated_headers(cache: Cache, kernel_dir: Path = KERNEL_DIR) -> Path:
+    """A folder, for the include path, of the headers that kernel_sources.py makes."""
+    files = kernel_sources.headers(kernel_dir)
+    key = digest(*(part for item in files.items() for part in item))
+    paths = [cache.text(text, f"/{name}", key) for name, text in files.items()]
+    return paths[0].parent
+
+
 def compile_cpp(request: Request, source: Path, generated: Path) -> Path:
-    """One C++ file to an object. `generated` holds variants.inc."""
+    """One C++ file to an object. `generated`: the folder of generated_headers()."""
     include_dirs = [ROOT, generated]
     suffix = _isa_suffix(source)
     flags = [
         *("-target", request.target.zig_triple),
         *CXX_FLAGS,
+        *request.target.cxx_flags,
         *request.target.isa_flags.get(suffix or "", ()),
         f'-DJFM_VERSION="{version()}"',
+        *(["-DJFM_DEVICE_APPLE"] if request.target.device == "apple" else []),
         *(["-DJFM_CHECKER", "-g"] if request.flavour == "checker" else []),
     ]
     key = digest(zig_version(), flags, content_of(included_files(source, include_dirs)))
@@ -379,15 +302,16 @@ def compile_cpp(request: Request, source: Path, generated: Path) -> Path:
 
 def link(request: Request, objects: Sequence[Path], output: Path) -> Path:
     """Objects to one shared library at `output`, unless that very one is there."""
-    flags = ["-target", request.target.zig_triple, *LINK_FLAGS]
+    target = request.target
+    flags = ["-target", target.zig_triple, *LINK_FLAGS, *target.link_flags]
     key = digest(zig_version(), flags, EXPORTS.read_text(), map(str, objects))
 
     def link_to(new: Path) -> None:
-        version_script = f"-Wl,--version-script={EXPORTS}"
         names = [str(path) for path in objects]
-        run_zig(["c++", *flags, version_script, *names, "-o", str(new)], cwd=ROOT)
+        run_zig(["c++", *flags, *names, "-o", str(new)], cwd=ROOT)
 
-    library = request.cache.get(key, ".so", link_to)
+    # Under its own name: the linker writes that into the signature of a dylib.
+    library = request.cache.get(key, f"/{target.library}", link_to)
     if not _same_file(library, output):
         output.parent.mkdir(parents=True, exist_ok=True)
         # A new file, not new bytes in the old one: a process may have that mapped.
@@ -505,6 +429,7 @@ def build(
     head_dims: Iterable[int] | None = None,
     flavour: str = "fast",
     target: str | None = None,
+    device: str | None = None,
     output: Path | None = None,
     cache: Cache | None = None,
 ) -> Path:
@@ -517,6 +442,8 @@ def build(
       head_dims: only the rows with one of these head_dims, None = all.
       flavour: "fast", or "checker": instrumented, for the race checker, never packaged.
       target: a name in TARGETS, None = this machine.
+      device: another of DEVICES than the target's, for tests: "apple" on Linux is the
+        library that runs over a fake Objective-C runtime. `output` must be given then.
       output: the library, None = the flavour's place in the source tree.
       cache: None = default_cache().
 
@@ -528,33 +455,43 @@ def build(
         raise BuildError(f"no target {name!r}; there are {', '.join(TARGETS)}.")
     if flavour not in FLAVOURS:
         raise BuildError(f"flavour must be one of {FLAVOURS}, got {flavour!r}.")
+    chosen = TARGETS[name]
+    if device not in (None, chosen.device):
+        if device not in DEVICES or output is None:
+            raise BuildError(
+                f"device must be one of {DEVICES}, and output be given for another "
+                f"than the target's; got device={device!r}, output={output}."
+            )
+        chosen = dataclasses.replace(chosen, device=device)
+    if flavour == "checker" and chosen.device != "software":
+        raise BuildError("the checker is a part of the software device alone.")
     request = Request(
         kernel_dir=Path(kernel_dir).resolve(),
         only=None if only is None else frozenset(only),
         head_dims=None if head_dims is None else frozenset(head_dims),
         flavour=flavour,
-        target=TARGETS[name],
+        target=chosen,
         cache=cache or default_cache(),
     )
-    output = output or (IN_TREE_LIBRARY if flavour == "fast" else CHECKER_LIBRARY)
+    if output is None:
+        output = in_tree_library(chosen) if flavour == "fast" else CHECKER_LIBRARY
     # The planner sees the whole table whatever `only` says: its object stays cached.
-    table = "".join(row.table_line() for row in load_variants(request.kernel_dir))
-    generated = request.cache.text(table, "/variants.inc").parent
+    generated = generated_headers(request.cache, request.kernel_dir)
+    # A device that compiles at run time has the sources instead, all of them.
+    units = kernel_units(request.variants()) if chosen.device == "software" else []
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        units = [
-            pool.submit(compile_unit, request, unit)
-            for unit in kernel_units(request.variants())
-        ]
+        kernels = [pool.submit(compile_unit, request, unit) for unit in units]
         sources = [
             pool.submit(compile_cpp, request, source, generated)
-            for source in cpp_sources(request.target)
+            for source in cpp_sources(chosen)
         ]
-        compiled = [future.result() for future in units]
+        compiled = [future.result() for future in kernels]
         objects = [future.result() for future in sources]
-    registry = frontend.registry([translation for translation, _ in compiled])
-    registry_source = request.cache.text(registry, ".cc")
-    objects.append(compile_cpp(request, registry_source, generated))
+    if chosen.device == "software":
+        table = frontend.registry([translation for translation, _ in compiled])
+        table_source = request.cache.text(table, ".cc")
+        objects.append(compile_cpp(request, table_source, generated))
     return link(request, [path for _, path in compiled] + objects, output)
 
 
@@ -563,6 +500,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="plugin.build", description=__doc__)
     parser.add_argument("--flavour", choices=FLAVOURS, default="fast")
     parser.add_argument("--target", choices=TARGETS)
+    parser.add_argument("--device", choices=DEVICES)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     try:

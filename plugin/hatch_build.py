@@ -1,7 +1,7 @@
 """Packaging hook: builds the native library and puts it into the wheel.
 
 JAX_FLASH_METAL_TARGET chooses another platform than this machine's. Where there is no
-software device (macOS, for now) the wheel is pure Python. All building is in build.py.
+device of ours (Windows, Intel Macs) the wheel is pure Python. The building is build.py.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         name = os.environ.get("JAX_FLASH_METAL_TARGET") or build.host_target()
         if name not in build.TARGETS:
             self.app.display_warning(
-                f"jax-flash-metal: no native library for {name} yet (known: "
+                f"jax-flash-metal: no native library for {name} (known: "
                 f"{', '.join(build.TARGETS)}); the wheel has the Python part only."
             )
             return
+        target = build.TARGETS[name]
         if version == "editable":
-            build.build(target=name, output=build.IN_TREE_LIBRARY)
+            build.build(target=name)
             return
         library = build.build(
-            target=name, output=Path(self.root, "build", name, build.LIBRARY_NAME)
+            target=name, output=Path(self.root, "build", name, target.library)
         )
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{build.TARGETS[name].wheel_platform}"
+        build_data["tag"] = f"py3-none-{target.wheel_platform}"
         build_data["force_include"][str(library)] = (
-            f"jax_flash_metal/_native/{build.LIBRARY_NAME}"
+            f"jax_flash_metal/_native/{target.library}"
         )

@@ -28,7 +28,7 @@ class Scratch {
  public:
   Status Allocate(Device& device, int64_t size_bytes) {
     Result<std::unique_ptr<Buffer>> buffer =
-        device.Allocate(static_cast<size_t>(std::max(size_bytes, kMinScratchBytes)));
+        device.AllocateScratch(static_cast<size_t>(std::max(size_bytes, kMinScratchBytes)));
     if (!buffer.ok()) return buffer.status();
     buffer_ = std::move(*buffer);
     return {};
@@ -72,10 +72,21 @@ Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
     dispatch.bytes.push_back({JFM_BUFFER_PARAMS, &launch.params, sizeof(launch.params)});
     dispatch.threadgroups = launch.threadgroups;
     dispatch.threads_per_threadgroup = launch.threads_per_threadgroup;
+    dispatch.work = launch.work;
     if (Status status = commands->Encode(dispatch); !status.ok()) return status;
   }
   if (Status status = commands->Commit(); !status.ok()) return status;
   return commands->Wait();
+}
+
+Status CompileAll(Device& device, const Result<Plan>& plan) {
+  if (!plan.ok()) return plan.status();
+  for (const Launch& launch : (*plan).launches) {
+    Result<const Pipeline*> pipeline =
+        device.GetPipeline(launch.variant->host_name, launch.constants);
+    if (!pipeline.ok()) return pipeline.status();
+  }
+  return {};
 }
 
 }  // namespace
@@ -88,6 +99,14 @@ Status RunForward(Device& device, const AttentionProblem& problem) {
 Status RunBackward(Device& device, const AttentionProblem& problem) {
   Result<Plan> plan = PlanBackward(problem);
   return plan.ok() ? RunPlan(device, problem, *plan) : plan.status();
+}
+
+Status CompileForward(Device& device, const AttentionProblem& problem) {
+  return CompileAll(device, PlanForward(problem));
+}
+
+Status CompileBackward(Device& device, const AttentionProblem& problem) {
+  return CompileAll(device, PlanBackward(problem));
 }
 
 }  // namespace jfm

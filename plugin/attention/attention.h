@@ -1,4 +1,4 @@
-// The two things the layers above ask for. Plans, allocates scratch, encodes, waits.
+// What the layers above ask for. Plans, allocates scratch, encodes, waits.
 #pragma once
 
 #include "plugin/attention/problem.h"
@@ -8,5 +8,9 @@ namespace jfm {
 
 Status RunForward(Device& device, const AttentionProblem& problem);
 Status RunBackward(Device& device, const AttentionProblem& problem);
+
+// Only gets the pipelines that a run would need, so that it need not wait for a compiler.
+Status CompileForward(Device& device, const AttentionProblem& problem);
+Status CompileBackward(Device& device, const AttentionProblem& problem);
 
 }  // namespace jfm

@@ -10,8 +10,8 @@
 
 namespace jfm {
 
-const Pass kForwardPass = {3, 5, RunForward};
-const Pass kBackwardPass = {7, 10, RunBackward};
+const Pass kForwardPass = {3, 5, RunForward, CompileForward};
+const Pass kBackwardPass = {7, 10, RunBackward, CompileBackward};
 
 namespace {
 
@@ -97,9 +97,16 @@ Status RunOnHost(Device& device, const Pass& pass, HostProblem host) {
     const bool is_result = i >= pass.num_operands;
     Status status = CheckTensor(kTensors[i], host.problem, memory, is_result);
     if (!status.ok()) return status;
+    const size_t size_bytes = static_cast<size_t>(memory.size_bytes);
     Result<std::unique_ptr<Buffer>> buffer =
-        device.WrapHostMemory(memory.data, static_cast<size_t>(memory.size_bytes));
-    if (!buffer.ok()) return buffer.status();
+        memory.is_native && size_bytes > 0
+            ? device.WrapNative(memory.data, size_bytes)
+            : device.WrapHostMemory(memory.data, size_bytes,
+                                    is_result ? Access::kResult : Access::kOperand);
+    if (!buffer.ok()) {
+      return {buffer.status().code(),
+              std::string(kTensors[i].name) + ": " + buffer.status().message()};
+    }
     (host.problem.*kTensors[i].view).buffer = buffer->get();
     buffers.push_back(std::move(*buffer));
   }

@@ -1,5 +1,5 @@
-// An attention problem whose tensors lie in host memory: what both callers, the FFI
-// handlers and the C ABI, fill in. Checks it, wraps the memory and runs it on a device.
+// An attention problem whose tensors are the caller's: what both callers, the FFI handlers
+// and the C ABI, fill in. Checks it, wraps the memory and runs it on a device.
 #pragma once
 
 #include <array>
@@ -75,11 +75,13 @@ inline constexpr std::array<SizeSpec, 6> kSizes = {{
     {"value_head_dim", &AttentionProblem::value_head_dim, 1, 2},
 }};
 
-// Forward or backward: how many tensors of the table it has, and what runs it.
+// Forward or backward: how many tensors of the table it has, and what runs or only
+// compiles it.
 struct Pass {
   size_t num_operands;
   size_t num_tensors;
   Status (*run)(Device&, const AttentionProblem&);
+  Status (*compile)(Device&, const AttentionProblem&);
 
   size_t num_results() const { return num_tensors - num_operands; }
 };
@@ -89,6 +91,7 @@ extern const Pass kBackwardPass;
 struct HostMemory {
   void* data = nullptr;  // may be null when there are no bytes
   int64_t size_bytes = 0;
+  bool is_native = false;  // `data` is an object of the device, not an address
 };
 
 struct HostProblem {

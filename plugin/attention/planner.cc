@@ -1,6 +1,7 @@
 #include "plugin/attention/planner.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -17,6 +18,8 @@ constexpr int64_t kMaxSplits = 64;      // parts of the key range
 constexpr int64_t kMinKeysPerSplit = 64;
 constexpr int64_t kTargetSimdgroups = 1024;  // enough to fill the largest GPU (M3 Ultra: 80 cores)
 constexpr int64_t kMaxHeadDim = 256;
+
+std::atomic<double> max_launch_work{kDefaultMaxLaunchWork};
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -146,6 +149,49 @@ int64_t NumRows(const AttentionProblem& p) {
   return rows;
 }
 
+// Pairs of a query and a key that it sees, over all batches and heads. The blocks at the
+// diagonal do a little more.
+double NumVisiblePairs(const AttentionProblem& p) {
+  const double rows = static_cast<double>(NumRows(p));
+  const double kv_len = static_cast<double>(p.kv_len);
+  if (!p.is_causal || p.q_len == 0) return rows * kv_len;
+  // Row i sees i + q_offset + 1 keys, cut to 0 … kv_len: the mean of a clamped ramp.
+  const auto integral = [&](double x) {
+    return x <= 0 ? 0.0 : x >= kv_len ? kv_len * (x - kv_len / 2) : x * x / 2;
+  };
+  const double first = static_cast<double>(p.q_offset) + 0.5;
+  const double q_len = static_cast<double>(p.q_len);
+  return rows * (integral(first + q_len) - integral(first)) / q_len;
+}
+
+// Cuts a launch into parts of at most max_launch_work: whole batches while that is enough,
+// else heads, else blocks. Which threadgroup computes what, and so every bit, stays.
+void AppendInParts(const Launch& launch, std::vector<Launch>& launches) {
+  const double limit = max_launch_work.load(std::memory_order_relaxed);
+  int64_t needed = static_cast<int64_t>(std::min(std::ceil(launch.work / limit), 1e9));
+  const Size3& grid = launch.threadgroups;
+  const auto part = [&needed](uint32_t size) {
+    const int64_t per_part = std::max<int64_t>(1, size / std::max<int64_t>(needed, 1));
+    needed = CeilDiv(needed, std::max<int64_t>(1, CeilDiv(size, per_part)));
+    return static_cast<uint32_t>(per_part);
+  };
+  const uint32_t z_part = part(grid.z), y_part = part(grid.y), x_part = part(grid.x);
+  const double groups = static_cast<double>(grid.x) * grid.y * grid.z;
+  for (uint32_t z = 0; z < grid.z; z += z_part) {
+    for (uint32_t y = 0; y < grid.y; y += y_part) {
+      for (uint32_t x = 0; x < grid.x; x += x_part) {
+        Launch& piece = launches.emplace_back(launch);
+        piece.threadgroups = {std::min(x_part, grid.x - x), std::min(y_part, grid.y - y),
+                              std::min(z_part, grid.z - z)};
+        const uint32_t first[] = {x, y, z};
+        for (int i = 0; i < 3; ++i) piece.params.first_group[i] = static_cast<int32_t>(first[i]);
+        const Size3& size = piece.threadgroups;
+        piece.work = launch.work * (static_cast<double>(size.x) * size.y * size.z / groups);
+      }
+    }
+  }
+}
+
 // The kernels of a pass, in launch order, for one index of the outer batch dimensions.
 class PlanBuilder {
  public:
@@ -180,13 +226,14 @@ class PlanBuilder {
   int64_t inner_batch() const { return inner_batch_; }
   int64_t inner_rows() const { return inner_batch_ * p_.num_heads * p_.q_len; }
 
-  // `grid` sees the variant, because a grid counts its blocks.
+  // `grid` sees the variant, because a grid counts its blocks. `pair_work`: operations per
+  // visible pair of query and key.
   template <class Grid>
-  Status Add(const char* kernel, std::vector<Binding> bindings, Grid grid) {
+  Status Add(const char* kernel, std::vector<Binding> bindings, int64_t pair_work, Grid grid) {
     Result<const Variant*> variant = FindVariant(kernel, p_);
     if (!variant.ok()) return variant.status();
     const Variant& v = **variant;
-    Launch launch{&v, MakeConstants(p_, v), std::move(bindings), params_, {}, {}, {}};
+    Launch launch{&v, MakeConstants(p_, v), std::move(bindings), params_, {}, {}, {}, 0};
     int64_t x, y, z;
     grid(v, launch.params, x, y, z);
     for (int64_t n : {x, y, z}) {
@@ -199,6 +246,7 @@ class PlanBuilder {
     launch.threadgroups = {static_cast<uint32_t>(x), static_cast<uint32_t>(y),
                            static_cast<uint32_t>(z)};
     launch.threads_per_threadgroup = {static_cast<uint32_t>(32 * v.num_simdgroups), 1, 1};
+    launch.work = static_cast<double>(pair_work) * NumVisiblePairs(p_) / NumOuter();
     launches_.push_back(std::move(launch));
     return {};
   }
@@ -206,9 +254,8 @@ class PlanBuilder {
   // Repeats the launches for every index of the outer batch dimensions.
   std::vector<Launch> Finish() const {
     std::vector<Launch> all;
-    int64_t outer = 1;
-    for (size_t i = 0; i < num_outer_; ++i) outer *= dims_.sizes[i];
-    for (int64_t index = 0; index < outer; ++index) {
+    const int64_t num_outer = NumOuter();
+    for (int64_t index = 0; index < num_outer; ++index) {
       std::array<int64_t, 13> offsets{};
       int64_t rest = index;
       for (size_t i = num_outer_; i-- > 0;) {
@@ -218,15 +265,22 @@ class PlanBuilder {
           offsets[static_cast<size_t>(operands_[k].operand)] += position * dims_.strides[i][k];
         }
       }
-      for (const Launch& launch : launches_) {
-        all.push_back(launch);
-        all.back().offsets = offsets;
+      for (Launch launch : launches_) {
+        launch.offsets = offsets;
+        AppendInParts(launch, all);
       }
     }
     return all;
   }
 
  private:
+  // Indices of the batch dimensions that the kernels cannot address.
+  int64_t NumOuter() const {
+    int64_t count = 1;
+    for (size_t i = 0; i < num_outer_; ++i) count *= dims_.sizes[i];
+    return count;
+  }
+
   const AttentionProblem& p_;
   std::vector<BatchOperand> operands_;
   BatchDims dims_;
@@ -254,14 +308,14 @@ Split SplitKeys(const AttentionProblem& p, int64_t inner_batch, int block_kv) {
 // The split kernel and its combine step; `row_width` is the length of a partial row.
 Status AddSplit(PlanBuilder& builder, Plan& plan, const AttentionProblem& p, const char* kernel,
                 std::vector<Binding> bindings, const char* combine,
-                std::vector<Binding> combine_bindings, int64_t row_width) {
+                std::vector<Binding> combine_bindings, int64_t row_width, int64_t pair_work) {
   Split split{};
   const auto set_split = [&](AttentionParams& params) {
     params.num_splits = static_cast<int32_t>(split.num_splits);
     params.keys_per_split = static_cast<int32_t>(split.keys_per_split);
   };
   Status status = builder.Add(
-      kernel, std::move(bindings),
+      kernel, std::move(bindings), pair_work,
       [&](const Variant& v, AttentionParams& params, int64_t& x, int64_t& y, int64_t& z) {
         split = SplitKeys(p, builder.inner_batch(), v.block_kv);
         set_split(params);
@@ -271,7 +325,7 @@ Status AddSplit(PlanBuilder& builder, Plan& plan, const AttentionProblem& p, con
       });
   if (!status.ok()) return status;
   status = builder.Add(
-      combine, std::move(combine_bindings),
+      combine, std::move(combine_bindings), 0,
       [&](const Variant& v, AttentionParams& params, int64_t& x, int64_t& y, int64_t& z) {
         set_split(params);
         x = CeilDiv(builder.inner_rows(), v.num_simdgroups);
@@ -284,11 +338,17 @@ Status AddSplit(PlanBuilder& builder, Plan& plan, const AttentionProblem& p, con
 
 }  // namespace
 
+void SetMaxLaunchWork(double operations) {
+  max_launch_work.store(operations > 0 ? operations : kDefaultMaxLaunchWork,
+                        std::memory_order_relaxed);
+}
+
 Result<Plan> PlanForward(const AttentionProblem& p) {
   if (Status status = Check(p); !status.ok()) return status;
   Plan plan;
   if (NumRows(p) == 0) return plan;
   PlanBuilder builder(p, /*backward=*/false);
+  const int64_t forward_work = 2 * (p.head_dim + p.value_head_dim);  // S and O
   Status status;
   if (p.q_len <= kShortQuery) {
     status = AddSplit(builder, plan, p, "attention_short_forward",
@@ -300,13 +360,14 @@ Result<Plan> PlanForward(const AttentionProblem& p) {
                        {JFM_BUFFER_PARTIAL_LSE, Operand::kPartialLse},
                        {JFM_BUFFER_OUT, Operand::kOut},
                        {JFM_BUFFER_LOGSUMEXP, Operand::kLogsumexp}},
-                      p.value_head_dim);
+                      p.value_head_dim, forward_work);
   } else {
     status = builder.Add(
         "attention_forward",
         {{JFM_BUFFER_QUERY, Operand::kQuery}, {JFM_BUFFER_KEY, Operand::kKey},
          {JFM_BUFFER_VALUE, Operand::kValue}, {JFM_BUFFER_OUT, Operand::kOut},
          {JFM_BUFFER_LOGSUMEXP, Operand::kLogsumexp}},
+        forward_work,
         [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
           x = CeilDiv(p.q_len, v.block_q);
           y = p.num_heads;
@@ -323,6 +384,7 @@ Result<Plan> PlanBackward(const AttentionProblem& p) {
   Plan plan;
   PlanBuilder builder(p, /*backward=*/true);
   if (builder.inner_batch() == 0) return plan;
+  const int64_t dq_work = 4 * p.head_dim + 2 * p.value_head_dim;  // S, dP, dQ
   Status status;
   if (p.q_len > 0) {
     plan.delta_bytes = builder.inner_rows() * 4;
@@ -330,6 +392,7 @@ Result<Plan> PlanBackward(const AttentionProblem& p) {
         "attention_delta",
         {{JFM_BUFFER_OUT, Operand::kOut}, {JFM_BUFFER_DOUT, Operand::kDout},
          {JFM_BUFFER_DLOGSUMEXP, Operand::kDlogsumexp}, {JFM_BUFFER_DELTA, Operand::kDelta}},
+        0,
         [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
           x = CeilDiv(p.q_len, v.block_q);
           y = p.num_heads;
@@ -347,12 +410,12 @@ Result<Plan> PlanBackward(const AttentionProblem& p) {
                         "attention_short_dq_combine",
                         {{JFM_BUFFER_PARTIAL, Operand::kPartial},
                          {JFM_BUFFER_DQUERY, Operand::kDquery}},
-                        p.head_dim);
+                        p.head_dim, dq_work);
       plan.partial_lse_bytes = 0;
     } else {
       bindings.push_back({JFM_BUFFER_DQUERY, Operand::kDquery});
       status = builder.Add(
-          "attention_backward_dq", bindings,
+          "attention_backward_dq", bindings, dq_work,
           [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
             x = CeilDiv(p.q_len, v.block_q);
             y = p.num_heads;
@@ -368,6 +431,7 @@ Result<Plan> PlanBackward(const AttentionProblem& p) {
          {JFM_BUFFER_VALUE, Operand::kValue}, {JFM_BUFFER_LOGSUMEXP, Operand::kLogsumexp},
          {JFM_BUFFER_DOUT, Operand::kDout}, {JFM_BUFFER_DELTA, Operand::kDelta},
          {JFM_BUFFER_DKEY, Operand::kDkey}, {JFM_BUFFER_DVALUE, Operand::kDvalue}},
+        4 * (p.head_dim + p.value_head_dim),  // S, dP, dV, dK
         [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
           x = CeilDiv(p.kv_len, v.block_kv);
           y = p.num_kv_heads;

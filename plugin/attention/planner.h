@@ -41,12 +41,20 @@ struct Launch {
   // per index of an outer batch dimension. Indexed by Operand.
   std::array<int64_t, 13> offsets;
   Size3 threadgroups, threads_per_threadgroup;
+  double work;  // floating-point operations of its matrix products, about
 };
 
 struct Plan {
   std::vector<Launch> launches;
   int64_t delta_bytes = 0, partial_bytes = 0, partial_lse_bytes = 0;  // scratch
 };
+
+// No launch has much more work than this: a GPU that also draws the screen must not be busy
+// with one for long, and the system ends what takes seconds. 5e11 operations are 0.2 s at
+// the peak of the slowest chip, the 7-core M1 (2.3 TFLOP/s); with kernels that reach a
+// third of it, 0.7 s. Process-wide; 0 sets the default again. For tests and slow devices.
+constexpr double kDefaultMaxLaunchWork = 5e11;
+void SetMaxLaunchWork(double operations);
 
 Result<Plan> PlanForward(const AttentionProblem& problem);
 Result<Plan> PlanBackward(const AttentionProblem& problem);

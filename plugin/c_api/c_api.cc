@@ -9,13 +9,22 @@
 #include "plugin/attention/host_problem.h"
 #include "plugin/attention/planner.h"
 #include "plugin/c_boundary.h"
+#include "plugin/device/default_device.h"
+#ifndef JFM_DEVICE_APPLE
 #include "plugin/device/software/software_device.h"
+#endif
 
 namespace jfm {
 namespace {
 
 static_assert(JFM_MAX_TENSOR_BATCH_DIMS == kMaxBatchDims, "the arrays of the C ABI");
-static_assert(sizeof(JfmTensor) == 168 && sizeof(JfmAttentionProblem) == 1880, "C ABI version 1");
+static_assert(sizeof(JfmTensor) == 168 && sizeof(JfmAttentionProblem) == 1880, "the C ABI");
+
+#ifdef JFM_DEVICE_APPLE
+constexpr const char* kDeviceKind = "apple";
+#else
+constexpr const char* kDeviceKind = "software";
+#endif
 
 // Parallel to kTensors.
 using TensorMember = JfmTensor JfmAttentionProblem::*;
@@ -76,13 +85,17 @@ void CopyText(const std::string& source, char* text, size_t size) {
   if (text != nullptr && size > 0) std::snprintf(text, size, "%s", source.c_str());
 }
 
-int Run(const Pass& pass, const JfmAttentionProblem* problem, char* error,
-        size_t error_size) noexcept {
+// Decodes the problem, and runs or compiles it.
+int Do(const Pass& pass, bool only_compile, const JfmAttentionProblem* problem, char* error,
+       size_t error_size) noexcept {
   const Status status = WithoutExceptions([&]() -> Status {
     if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
     Result<HostProblem> host = Decode(*problem, pass);
     if (!host.ok()) return host.status();
-    return RunOnHost(SoftwareDevice(), pass, std::move(*host));
+    Result<Device*> device = DefaultDevice();
+    if (!device.ok()) return device.status();
+    if (only_compile) return pass.compile(**device, host->problem);
+    return RunOnHost(**device, pass, std::move(*host));
   });
   CopyText(status.message(), error, error_size);
   return static_cast<int>(status.code());
@@ -107,6 +120,31 @@ int NameKernels(bool backward, const JfmAttentionProblem* problem, char* text,
   return static_cast<int>(status.code());
 }
 
+int DescribeDevice(char* text, size_t text_size) noexcept {
+  std::string lines;
+  const Status status = WithoutExceptions([&]() -> Status {
+    Result<Device*> device = DefaultDevice();
+    if (!device.ok()) return device.status();
+    const DeviceFacts& facts = (*device)->facts();
+    const std::pair<const char*, std::string> rows[] = {
+        {"device", kDeviceKind},
+        {"name", facts.name},
+        {"family", facts.family},
+        {"system", facts.system},
+        {"num_cores", std::to_string(facts.num_cores)},
+        {"max_threadgroup_memory_bytes", std::to_string(facts.max_threadgroup_memory_bytes)},
+        {"max_threads_per_threadgroup", std::to_string(facts.max_threads_per_threadgroup)},
+        {"max_buffer_bytes", std::to_string(facts.max_buffer_bytes)},
+        {"memory_limit_bytes", std::to_string(facts.memory_limit_bytes)},
+        {"has_unified_memory", std::to_string(facts.has_unified_memory)},
+    };
+    for (const auto& [key, value] : rows) lines += std::string(key) + "=" + value + "\n";
+    return {};
+  });
+  CopyText(status.ok() ? lines : status.message(), text, text_size);
+  return static_cast<int>(status.code());
+}
+
 }  // namespace
 }  // namespace jfm
 
@@ -118,12 +156,12 @@ JFM_EXPORT int jfm_abi_version(void) { return JFM_ABI_VERSION; }
 
 JFM_EXPORT int jfm_attention_forward(const JfmAttentionProblem* problem, char* error,
                                      size_t error_size) {
-  return jfm::Run(jfm::kForwardPass, problem, error, error_size);
+  return jfm::Do(jfm::kForwardPass, /*only_compile=*/false, problem, error, error_size);
 }
 
 JFM_EXPORT int jfm_attention_backward(const JfmAttentionProblem* problem, char* error,
                                       size_t error_size) {
-  return jfm::Run(jfm::kBackwardPass, problem, error, error_size);
+  return jfm::Do(jfm::kBackwardPass, /*only_compile=*/false, problem, error, error_size);
 }
 
 JFM_EXPORT int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
@@ -131,6 +169,29 @@ JFM_EXPORT int jfm_attention_kernels(const JfmAttentionProblem* problem, int bac
   return jfm::NameKernels(backward != 0, problem, text, text_size);
 }
 
-JFM_EXPORT void jfm_set_threads(int num_threads) { jfm::SetSoftwareDeviceThreads(num_threads); }
+JFM_EXPORT int jfm_attention_compile(const JfmAttentionProblem* problem, int backward, char* error,
+                                     size_t error_size) {
+  const jfm::Pass& pass = backward != 0 ? jfm::kBackwardPass : jfm::kForwardPass;
+  return jfm::Do(pass, /*only_compile=*/true, problem, error, error_size);
+}
+
+JFM_EXPORT int jfm_device_facts(char* text, size_t text_size) {
+  return jfm::DescribeDevice(text, text_size);
+}
+
+JFM_EXPORT void jfm_set_cache_folder(const char* folder) {
+  (void)jfm::WithoutExceptions([&]() -> jfm::Status {
+    jfm::SetDefaultDeviceCacheFolder(folder != nullptr ? folder : "");
+    return {};
+  });
+}
+
+JFM_EXPORT void jfm_set_threads([[maybe_unused]] int num_threads) {
+#ifndef JFM_DEVICE_APPLE
+  jfm::SetSoftwareDeviceThreads(num_threads);
+#endif
+}
+
+JFM_EXPORT void jfm_set_max_launch_work(double operations) { jfm::SetMaxLaunchWork(operations); }
 
 }  // extern "C"

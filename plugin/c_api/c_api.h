@@ -1,5 +1,5 @@
-// The C ABI of the library: attention on the software Metal device without JAX, for
-// tests, tools and other languages. Fixed-size C types only.
+// The C ABI of the library: attention on its device without JAX, for tests, tools, the
+// Python package and other languages. Fixed-size C types only.
 #pragma once
 
 #include <stddef.h>
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define JFM_ABI_VERSION 1
+#define JFM_ABI_VERSION 2
 #define JFM_MAX_TENSOR_BATCH_DIMS 16
 
 typedef enum { JFM_FLOAT32 = 0, JFM_FLOAT16 = 1, JFM_BFLOAT16 = 2 } JfmDtype;
@@ -56,8 +56,29 @@ int jfm_attention_backward(const JfmAttentionProblem* problem, char* error, size
 int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
                           size_t text_size);
 
-// Threads of the software device from now on; 0 = one per CPU that the process may use.
+// Gets the pipelines that the pass needs, compiled, and runs nothing. Errors as above.
+int jfm_attention_compile(const JfmAttentionProblem* problem, int backward, char* error,
+                          size_t error_size);
+
+// The device that calls run on, as lines "key=value": device ("software" or "apple"), name,
+// family, system, num_cores, max_threadgroup_memory_bytes, max_threads_per_threadgroup,
+// max_buffer_bytes, memory_limit_bytes, has_unified_memory (0 or 1). What is not known is 0
+// or empty. Where there is no device, an error code, and `text` says why.
+int jfm_device_facts(char* text, size_t text_size);
+
+// A hash of the kernels in this library: another text of them is another digest.
+const char* jfm_kernel_digest(void);
+
+// Where the device may keep compiled pipelines: a folder that need not exist yet. To be
+// called before anything that uses the device; later it does nothing.
+void jfm_set_cache_folder(const char* folder);
+
+// Threads of the software device from now on, 0 = one per CPU that the process may use. On
+// other devices it does nothing.
 void jfm_set_threads(int num_threads);
+
+// No launch has much more floating-point operations than this; 0 = the default.
+void jfm_set_max_launch_work(double operations);
 
 #ifdef __cplusplus
 }

@@ -23,7 +23,13 @@ class Buffer {
  public:
   virtual ~Buffer() = default;
   virtual size_t size_bytes() const = 0;
+  // The device's own object for it, borrowed: an id<MTLBuffer>, of which this is the memory
+  // from offset 0 on. Null where there is none.
+  virtual void* native() const { return nullptr; }
 };
+
+// What kernels do with wrapped host memory. A result's content is undefined before.
+enum class Access : uint8_t { kOperand, kResult };
 
 // A value for one [[function_constant(index)]]. bool constants take 0 or 1.
 struct FunctionConstant {
@@ -57,10 +63,13 @@ struct Dispatch {
   std::vector<BytesBinding> bytes;
   Size3 threadgroups;               // grid, in threadgroups
   Size3 threads_per_threadgroup;
+  // Floating-point operations, estimated: a device that must not be busy for long at a time
+  // sees from it where to begin another command buffer of its own.
+  double work = 0;
 };
 
 // Dispatches run in the order of encoding, each after the one before is complete.
-// Buffers must outlive Wait().
+// Buffers must outlive Wait(), after which the results are in wrapped host memory.
 class CommandBuffer {
  public:
   virtual ~CommandBuffer() = default;
@@ -70,10 +79,15 @@ class CommandBuffer {
 };
 
 struct DeviceFacts {
-  std::string name;
-  uint32_t max_threadgroup_memory_bytes;
-  uint32_t max_threads_per_threadgroup;
-  uint32_t num_cores;  // GPU cores, or CPU threads of the software device
+  std::string name;     // "Apple M4 Pro"
+  std::string family;   // the newest GPU family that it supports, "Apple9"; empty: not known
+  std::string system;   // the operating system with its build, a part of cache keys
+  uint32_t num_cores = 0;  // GPU cores, or CPU threads of the software device; 0: not known
+  uint32_t max_threadgroup_memory_bytes = 0;
+  uint32_t max_threads_per_threadgroup = 0;
+  uint64_t max_buffer_bytes = 0;    // of one buffer; 0: not known
+  uint64_t memory_limit_bytes = 0;  // of all together, as the system recommends; 0: not known
+  bool has_unified_memory = true;
 };
 
 class Device {
@@ -83,9 +97,17 @@ class Device {
   // `kernel` is the host_name of the instantiation. The pipeline lives as long as the device.
   virtual Result<const Pipeline*> GetPipeline(const std::string& kernel,
                                               const std::vector<FunctionConstant>& constants) = 0;
+  // Memory for the device's own use between kernels of a command buffer; from a pool.
+  virtual Result<std::unique_ptr<Buffer>> AllocateScratch(size_t size_bytes) = 0;
+  // Memory that may be given to others by its native(); never used again for anything else.
   virtual Result<std::unique_ptr<Buffer>> Allocate(size_t size_bytes) = 0;
-  virtual Result<std::unique_ptr<Buffer>> WrapHostMemory(void* data, size_t size_bytes) = 0;
+  virtual Result<std::unique_ptr<Buffer>> WrapHostMemory(void* data, size_t size_bytes,
+                                                         Access access) = 0;
+  // Somebody else's native object (see Buffer), retained as long as the buffer lives.
+  virtual Result<std::unique_ptr<Buffer>> WrapNative(void* native, size_t size_bytes) = 0;
   virtual std::unique_ptr<CommandBuffer> NewCommandBuffer() = 0;
+  // Where compiled pipelines may be kept between processes; none until it is set.
+  virtual void SetCacheFolder(const std::string& folder) = 0;
 };
 
 }  // namespace jfm

@@ -7,8 +7,9 @@
 
 #include "plugin/attention/host_problem.h"
 #include "plugin/c_boundary.h"
-#include "plugin/device/software/software_device.h"
+#include "plugin/device/default_device.h"
 #include "plugin/ffi/call_frame.h"
+#include "plugin/ffi/native_buffers.h"
 #include "plugin/ffi/xla_ffi.h"
 
 // X(symbol and target name, pass)
@@ -57,17 +58,43 @@ Status FillMetadata(const XLA_FFI_MetadataExtension& extension) {
   return {};
 }
 
+// Our PJRT plugin's question, behind XLA's.
+Status FillCapabilities(JfmCapabilitiesExtension& capabilities) {
+  constexpr size_t kSize = XLA_FFI_SIZE(JfmCapabilitiesExtension, takes_native_buffers);
+  if (capabilities.base.struct_size < kSize) {
+    return TooSmall("the capabilities extension", kSize, capabilities.base.struct_size);
+  }
+  capabilities.takes_native_buffers = 1;
+  return {};
+}
+
 Status HandleFrame(const XLA_FFI_CallFrame& frame, const Pass& pass) {
   constexpr size_t kFrameSize = XLA_FFI_SIZE(XLA_FFI_CallFrame, attributes);
   if (frame.struct_size < kFrameSize) {
     return TooSmall("XLA_FFI_CallFrame", kFrameSize, frame.struct_size);
   }
-  for (const XLA_FFI_Extension* extension = frame.extensions; extension != nullptr;
+  bool is_question = false;
+  bool are_native = false;
+  for (XLA_FFI_Extension* extension = frame.extensions; extension != nullptr;
        extension = extension->next) {
-    if (extension->type == kXlaFfiExtensionMetadata) {
-      return FillMetadata(*reinterpret_cast<const XLA_FFI_MetadataExtension*>(extension));
+    Status status;
+    switch (extension->type) {
+      case kXlaFfiExtensionMetadata:
+        is_question = true;
+        status = FillMetadata(*reinterpret_cast<XLA_FFI_MetadataExtension*>(extension));
+        break;
+      case kJfmExtensionCapabilities:
+        status = FillCapabilities(*reinterpret_cast<JfmCapabilitiesExtension*>(extension));
+        break;
+      case kJfmExtensionNativeBuffers:
+        are_native = true;
+        break;
+      default:
+        break;  // for other handlers than ours
     }
+    if (!status.ok()) return status;
   }
+  if (is_question) return {};
   switch (frame.stage) {
     case XLA_FFI_INSTANTIATE:
     case XLA_FFI_PREPARE:
@@ -81,7 +108,10 @@ Status HandleFrame(const XLA_FFI_CallFrame& frame, const Pass& pass) {
   }
   Result<HostProblem> host = DecodeCallFrame(frame, pass);
   if (!host.ok()) return host.status();
-  return RunOnHost(SoftwareDevice(), pass, std::move(*host));
+  for (HostMemory& memory : host->memory) memory.is_native = are_native;
+  Result<Device*> device = DefaultDevice();
+  if (!device.ok()) return device.status();
+  return RunOnHost(**device, pass, std::move(*host));
 }
 
 XLA_FFI_Error* Handle(const char* target, const Pass& pass,

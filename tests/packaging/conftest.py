@@ -78,14 +78,33 @@ def check_installed(python: Path, place: Path, cwd: Path) -> None:
         run(python, "-c", PROGRAM, place, platform, cwd=cwd, **settings)
 
 
+def make_wheel(folder: Path, tree: Path = build.ROOT, **environment: str) -> Path:
+    """A wheel of `tree`, in `folder`."""
+    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", folder)
+    pip("wheel", *options, tree, cwd=folder, **environment)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of this tree for this machine."""
-    folder = tmp_path_factory.mktemp("wheel")
-    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", folder)
-    pip("wheel", *options, build.ROOT, cwd=folder)
-    (path,) = folder.glob("*.whl")
-    return path
+    return make_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def macos_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this tree for macOS."""
+    folder = tmp_path_factory.mktemp("macos_wheel")
+    return make_wheel(folder, JAX_FLASH_METAL_TARGET="macos-arm64")
+
+
+@pytest.fixture(scope="session")
+def dylib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library for macOS as it is packaged."""
+    folder = tmp_path_factory.mktemp("macos")
+    name = build.TARGETS["macos-arm64"].library
+    return build.build(target="macos-arm64", output=folder / name)
 
 
 @pytest.fixture(scope="session")

@@ -121,6 +121,62 @@ def test_a_wrong_kernel_is_reported_with_file_and_line(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("system", "machine", "name"),
+    [
+        ("linux", "x86_64", "linux-x86_64"),
+        ("linux", "aarch64", "linux-aarch64"),
+        ("darwin", "arm64", "macos-arm64"),
+    ],
+)
+def test_machines_have_a_target(
+    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, name: str
+) -> None:
+    monkeypatch.setattr(build.sys, "platform", system)
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    assert build.host_target() == name
+    assert name in build.TARGETS
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "ppc"])
+def test_other_macs_have_none(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    monkeypatch.setattr(build.sys, "platform", "darwin")
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    assert build.host_target() not in build.TARGETS
+
+
+def test_a_library_has_the_sources_of_its_device_alone() -> None:
+    def folders(target: str) -> set[str]:
+        sources = build.cpp_sources(build.TARGETS[target])
+        return {path.parent.name for path in sources}
+
+    assert {"software", "pjrt"} <= folders("linux-x86_64")
+    assert {"apple", "pjrt"} <= folders("macos-arm64")
+    assert "apple" not in folders("linux-x86_64")
+    assert "software" not in folders("macos-arm64")
+    # Every file is for some target.
+    everywhere = {p for t in build.TARGETS.values() for p in build.cpp_sources(t)}
+    assert everywhere == set((build.ROOT / "plugin").glob("**/*.cc"))
+
+
+def test_tests_may_ask_for_the_other_device(tmp_path: Path) -> None:
+    path = build.build(device="apple", output=tmp_path / "apple.so")
+    content = path.read_bytes()
+    assert b"JFM_FAKE_METAL_LIBRARY" in content
+    assert build.load_variants()[0].instantiation().encode() in content
+    assert b"_avx2" not in content
+
+
+def test_another_device_needs_a_place(tmp_path: Path) -> None:
+    """Or it would take the place of the library that the package loads."""
+    with pytest.raises(build.BuildError, match=r"output be given.*device='apple'"):
+        build.build(device="apple")
+    with pytest.raises(build.BuildError, match=r"one of \('software', 'apple'\)"):
+        build.build(device="cuda", output=tmp_path / "cuda.so")
+    with pytest.raises(build.BuildError, match="software device alone"):
+        build.build(device="apple", flavour="checker", output=tmp_path / "checker.so")
+
+
 def test_headers_are_found_however_indirect(tmp_path: Path) -> None:
     (tmp_path / "a.h").write_text('#include "folder/b.h"\n')
     (tmp_path / "folder").mkdir()

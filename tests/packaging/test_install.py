@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from plugin import build
-from tests.packaging.conftest import check_installed, pip, run
+from tests.packaging.conftest import check_installed, make_wheel, pip, run
 
 pytestmark = pytest.mark.xdist_group("packaging")
+
+TARGET = build.TARGETS[build.host_target()]
 
 
 def test_wheel_contents(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     for name in (
-        f"_native/{build.LIBRARY_NAME}",
+        f"_native/{TARGET.library}",
         "metal_kernels/variants.toml",
         "metal_kernels/attention_params.h",
         "metal_kernels/attention_forward.metal",
@@ -45,8 +47,8 @@ def test_wheel_has_the_entry_point_of_jax(wheel: Path) -> None:
 
 
 def test_wheel_tag(wheel: Path) -> None:
-    platform = build.TARGETS[build.host_target()].wheel_platform
-    assert wheel.name == f"jax_flash_metal-{build.version()}-py3-none-{platform}.whl"
+    tag = f"py3-none-{TARGET.wheel_platform}"
+    assert wheel.name == f"jax_flash_metal-{build.version()}-{tag}.whl"
 
 
 def test_wheel_runs_outside_the_tree(
@@ -60,12 +62,10 @@ def test_a_platform_without_a_library_gets_a_pure_wheel(
     tmp_path: Path, copy_tree: Callable[[Path], Path]
 ) -> None:
     tree = copy_tree(tmp_path / "tree")
-    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
-    pip("wheel", *options, tree, cwd=tmp_path, JAX_FLASH_METAL_TARGET="darwin-aarch64")
-    (wheel,) = tmp_path.glob("*.whl")
+    wheel = make_wheel(tmp_path, tree, JAX_FLASH_METAL_TARGET="win32-x86_64")
     assert wheel.name == f"jax_flash_metal-{build.version()}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
-        assert not [name for name in archive.namelist() if name.endswith(".so")]
+        assert not [name for name in archive.namelist() if "_native" in name]
 
 
 def test_editable_install_finds_the_library_in_the_tree(
@@ -74,7 +74,7 @@ def test_editable_install_finds_the_library_in_the_tree(
     tree = copy_tree(tmp_path / "tree")
     options = ("--no-deps", "--no-build-isolation")
     pip("--python", fresh_python, "install", *options, "-e", tree, cwd=tmp_path)
-    assert (tree / build.IN_TREE_LIBRARY.relative_to(build.ROOT)).exists()
+    assert (tree / build.in_tree_library(TARGET).relative_to(build.ROOT)).exists()
     check_installed(fresh_python, tree, tmp_path)
 
 

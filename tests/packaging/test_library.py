@@ -13,9 +13,13 @@ from plugin import build
 
 pytestmark = pytest.mark.xdist_group("packaging")
 
+TARGET = build.TARGETS[build.host_target()]
+
 ABI = {
     *("jfm_version", "jfm_abi_version", "jfm_set_threads"),
-    *("jfm_attention_forward", "jfm_attention_backward"),
+    *("jfm_attention_forward", "jfm_attention_backward", "jfm_attention_compile"),
+    *("jfm_attention_kernels", "jfm_device_facts", "jfm_kernel_digest"),
+    "jfm_set_cache_folder",
     *("jax_flash_metal_forward_v1", "jax_flash_metal_backward_v1"),
     *("GetPjrtApi", "jfm_pjrt_configure", "jfm_pjrt_reply"),
     *("jfm_pjrt_register_handler", "jfm_pjrt_register_type"),
@@ -76,7 +80,7 @@ def check(path: Path, machine: str) -> None:
 
 
 def test_packaged_library(library: Path) -> None:
-    machine = build.TARGETS[build.host_target()].machine
+    machine = TARGET.machine
     check(library, machine.upper())
 
 
@@ -85,7 +89,7 @@ def test_aarch64_library(tmp_path: Path) -> None:
     path = build.build(
         target="linux-aarch64",
         only=["attention_delta"],
-        output=tmp_path / build.LIBRARY_NAME,
+        output=tmp_path / TARGET.library,
     )
     check(path, "AARCH64")
 
@@ -107,5 +111,5 @@ def test_aarch64_has_its_own_fiber_switch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_aarch64_library_with_all_kernels(tmp_path: Path) -> None:
-    path = build.build(target="linux-aarch64", output=tmp_path / build.LIBRARY_NAME)
+    path = build.build(target="linux-aarch64", output=tmp_path / TARGET.library)
     check(path, "AARCH64")

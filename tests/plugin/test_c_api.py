@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -190,3 +192,46 @@ def test_success_clears_the_error_text() -> None:
     function = native.load().jfm_attention_forward
     assert function(ctypes.byref(problem), error, len(error)) == 0
     assert error.value == b""
+
+
+# -- What is not a run ----------------------------------------------------------------
+
+
+def test_compile_runs_nothing() -> None:
+    problem, arrays = good_problem()
+    error = ctypes.create_string_buffer(b"old news", 64)
+    function = native.load().jfm_attention_compile
+    for backward in (0, 1):
+        problem.head_dim = 8
+        attach_backward(problem)
+        assert function(ctypes.byref(problem), backward, error, len(error)) == 0
+        assert error.value == b""
+    assert np.isnan(arrays[-2]).all()
+    problem.head_dim = 257
+    assert function(ctypes.byref(problem), 0, error, len(error)) == INVALID_ARGUMENT
+    assert error.value.startswith(b"head_dim must be between 1 and 256")
+
+
+def attach_backward(problem: Problem) -> None:
+    """Gives the tensors of the backward pass the batch dimensions of the problem."""
+    for name in (*native.BACKWARD_OPERANDS, *native.BACKWARD_RESULTS):
+        getattr(problem, name).num_batch_dims = problem.num_batch_dims
+
+
+def test_device_facts() -> None:
+    text = ctypes.create_string_buffer(4096)
+    assert native.load().jfm_device_facts(text, len(text)) == 0
+    facts = dict(line.split("=", 1) for line in text.value.decode().splitlines())
+    assert facts["device"] == "software"
+    assert facts["name"] == "software Metal device"
+    assert int(facts["num_cores"]) == len(os.sched_getaffinity(0))
+    assert int(facts["max_threadgroup_memory_bytes"]) == 32768
+    assert int(facts["max_threads_per_threadgroup"]) == 1024
+    assert facts["has_unified_memory"] in ("0", "1")
+    assert set(facts) >= {"family", "system", "max_buffer_bytes", "memory_limit_bytes"}
+
+
+def test_kernel_digest_is_of_the_kernels() -> None:
+    digest = native.load().jfm_kernel_digest
+    digest.restype = ctypes.c_char_p
+    assert re.fullmatch(r"[0-9a-f]{64}", digest().decode())

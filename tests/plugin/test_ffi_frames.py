@@ -123,6 +123,39 @@ def test_bad_metadata_probe(handler: Any) -> None:
     assert_error(frame, handler, "the metadata is a null pointer.")
 
 
+def test_capabilities_behind_the_metadata(handler: Any) -> None:
+    """Our PJRT plugin's question; plugin/ffi/native_buffers.h."""
+    frame, _ = make_frame()
+    metadata = probe(frame)
+    capabilities = ffi_frame.Capabilities(
+        struct_size=ffi_frame.Capabilities.takes_native_buffers.offset + 4,
+        type=ffi_frame.CAPABILITIES,
+    )
+    first = ffi_frame.Extension.from_address(frame.frame.extensions)
+    first.next = frame.keep(capabilities)
+    assert frame.call(handler) is None
+    assert metadata.traits == 0
+    assert capabilities.takes_native_buffers == 1
+    capabilities.struct_size = 24
+    assert_error(
+        frame,
+        handler,
+        "the capabilities extension must have at least 28 bytes, but got 24.",
+    )
+
+
+def test_native_buffers_need_a_device_that_has_them(handler: Any) -> None:
+    frame, out = make_frame()
+    native_buffers = ffi_frame.Extension(struct_size=24, type=ffi_frame.NATIVE_BUFFERS)
+    frame.frame.extensions = frame.keep(native_buffers)
+    error = frame.call(handler)
+    assert error == ffi_frame.Error(
+        UNIMPLEMENTED,
+        f"{TARGET}: query: the software Metal device has no native buffers.",
+    )
+    assert np.isnan(out).all()
+
+
 @pytest.mark.parametrize("stage", range(3))
 def test_stages_before_execution_do_nothing(handler: Any, stage: int) -> None:
     frame, out = make_frame()

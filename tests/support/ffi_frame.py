@@ -16,6 +16,7 @@ ARRAY, DICTIONARY, SCALAR, STRING = 1, 2, 3, 4
 PRED, S64, F32 = 1, 5, 11
 INSTANTIATE, PREPARE, INITIALIZE, EXECUTE = 0, 1, 2, 3
 METADATA = 1
+CAPABILITIES, NATIVE_BUFFERS = 0x4A464D01, 0x4A464D02  # plugin/ffi/native_buffers.h
 
 _HEAD = [("struct_size", ctypes.c_size_t), ("extensions", ctypes.c_void_p)]
 
@@ -39,6 +40,15 @@ class Extension(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("next", ctypes.c_void_p),
         ("metadata", ctypes.c_void_p),
+    ]
+
+
+class Capabilities(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("type", ctypes.c_int32),
+        ("next", ctypes.c_void_p),
+        ("takes_native_buffers", ctypes.c_int32),
     ]
 
 

@@ -190,9 +190,12 @@ class SoftwareCommandBuffer : public CommandBuffer {
 
 class SoftwareDeviceImpl : public Device {
  public:
-  SoftwareDeviceImpl()
-      : facts_{"software Metal device", kMaxThreadgroupBytes, kMaxThreads,
-               static_cast<uint32_t>(NumCpus())} {}
+  SoftwareDeviceImpl() {
+    facts_.name = "software Metal device";
+    facts_.num_cores = static_cast<uint32_t>(NumCpus());
+    facts_.max_threadgroup_memory_bytes = kMaxThreadgroupBytes;
+    facts_.max_threads_per_threadgroup = kMaxThreads;
+  }
 
   const DeviceFacts& facts() const override { return facts_; }
 
@@ -222,6 +225,11 @@ class SoftwareDeviceImpl : public Device {
     return static_cast<const Pipeline*>(pipeline.get());
   }
 
+  // malloc is the pool.
+  Result<std::unique_ptr<Buffer>> AllocateScratch(size_t size_bytes) override {
+    return Allocate(size_bytes);
+  }
+
   Result<std::unique_ptr<Buffer>> Allocate(size_t size_bytes) override {
 #ifdef JFM_CHECKER
     return std::unique_ptr<Buffer>(std::make_unique<CheckedBuffer>(nullptr, size_bytes));
@@ -236,7 +244,8 @@ class SoftwareDeviceImpl : public Device {
 #endif
   }
 
-  Result<std::unique_ptr<Buffer>> WrapHostMemory(void* data, size_t size_bytes) override {
+  Result<std::unique_ptr<Buffer>> WrapHostMemory(void* data, size_t size_bytes,
+                                                 Access) override {
 #ifdef JFM_CHECKER
     return std::unique_ptr<Buffer>(std::make_unique<CheckedBuffer>(data, size_bytes));
 #else
@@ -245,9 +254,15 @@ class SoftwareDeviceImpl : public Device {
 #endif
   }
 
+  Result<std::unique_ptr<Buffer>> WrapNative(void*, size_t) override {
+    return Unimplemented("the software Metal device has no native buffers.");
+  }
+
   std::unique_ptr<CommandBuffer> NewCommandBuffer() override {
     return std::make_unique<SoftwareCommandBuffer>();
   }
+
+  void SetCacheFolder(const std::string&) override {}  // pipelines are compiled already
 
  private:
   static const SoftwareKernel* FindKernel(const std::string& name) {

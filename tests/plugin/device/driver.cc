@@ -42,7 +42,8 @@ Status Run(const Launch& launch) {
   std::vector<std::unique_ptr<Buffer>> buffers;
   for (size_t i = 0; i < launch.num_buffers; ++i) {
     const BoundArray& array = launch.buffers[i];
-    Result<std::unique_ptr<Buffer>> buffer = device.WrapHostMemory(array.data, array.size_bytes);
+    Result<std::unique_ptr<Buffer>> buffer =
+        device.WrapHostMemory(array.data, array.size_bytes, Access::kResult);
     if (!buffer.ok()) return buffer.status();
     dispatch.buffers.push_back({array.index, buffer->get(), 0});
     buffers.push_back(std::move(*buffer));

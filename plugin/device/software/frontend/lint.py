@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from plugin import build
+from plugin import build, kernel_sources
 from plugin.device.software import frontend
 from plugin.device.software.frontend import rewrite
 from plugin.device.software.frontend.rewrite import SourceError
@@ -64,7 +64,7 @@ def lint_text(text: str, name: str, *, include_dirs: Sequence[Path]) -> Report:
         try:
             command = frontend.preprocess_command(source, include_dirs)
             preprocessed = build.run_zig(command)
-        except build.BuildError as error:
+        except kernel_sources.BuildError as error:
             return Report(_diagnostics(str(error), {}), {})
         preprocessed = preprocessed.replace(f'"{source}', f'"{name}_unit.metal')
         translation = frontend.translate(preprocessed, name)
@@ -94,7 +94,7 @@ def _unit_text(path: Path, all_rows: bool) -> str:
     """The file, or the unit that the build would make of it and its rows."""
     rows = []
     if (path.parent / "variants.toml").is_file():
-        table = build.load_variants(path.parent)
+        table = kernel_sources.load_variants(path.parent)
         rows = [row for row in table if row.source == path.stem]
     if not all_rows:
         ordered = sorted(rows, key=lambda row: row.head_dim, reverse=True)
@@ -559,7 +559,7 @@ class _TreeRules:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: see the module."""
     parser = argparse.ArgumentParser(prog="lint", description=__doc__)
-    default = sorted(build.KERNEL_DIR.glob("*.metal"))
+    default = sorted(kernel_sources.KERNEL_DIR.glob("*.metal"))
     parser.add_argument("files", nargs="*", type=Path, default=default)
     findings = lint(parser.parse_args(arguments).files)
     for finding in findings:

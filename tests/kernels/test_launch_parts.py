@@ -1,0 +1,90 @@
+"""A long launch is cut into several, so that no GPU is busy with one for seconds.
+
+The limit is lowered here until small problems are cut. Parts are of the grid: the bits
+must be those of the whole, wherever it is cut.
+"""
+
+import ctypes
+
+import pytest
+
+from tests.support import cases, native
+from tests.support.compare import assert_identical
+from tests.support.inputs import make_inputs
+from tests.support.kernel_check import run
+
+CASES = [
+    cases.Case("heads-f32", batch=(3,), q_len=37, kv_len=70, head_dim=24),
+    cases.Case("causal-f16", dtype="float16", q_len=100, kv_len=90, is_causal=True),
+    cases.Case("one-head-bf16", dtype="bfloat16", batch=(), q_len=130, kv_len=150,
+               num_heads=1, num_kv_heads=1),
+    cases.Case("several-batches-f32", batch=(2, 3), query_batch=(2, 1), q_len=40),
+    cases.Case("short-f32", batch=(2,), q_len=5, kv_len=700),
+    cases.Case("outer-batches-f16", dtype="float16", batch=(2, 2, 2, 2, 2), q_len=9,
+               kv_len=11, head_dim=8, query_batch=(2, 1, 2, 1, 2),
+               key_batch=(1, 2, 1, 2, 1), value_batch=(2, 1, 1, 2, 2)),
+]  # fmt: skip
+
+
+@pytest.fixture
+def set_max_work():
+    function = native.load().jfm_set_max_launch_work
+    function.argtypes = (ctypes.c_double,)
+    function.restype = None
+    yield function
+    function(0)
+
+
+def _num_launches(inputs, options):
+    operands = dict(zip(native.FORWARD_OPERANDS, inputs.operands))
+    problem = native.make_problem(operands, **options)
+    native.attach_results(problem, operands, native.FORWARD_RESULTS)
+    return len(native.kernels(problem, False))
+
+
+def _forward_work(case):
+    """Operations of S = QKᵀ and O = PV over all pairs."""
+    batch = 1
+    for size in case.batch:
+        batch *= size
+    pairs = batch * case.num_heads * case.q_len * case.kv_len
+    return 2 * pairs * (case.head_dim + case.width)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7, 1000])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_parts_give_the_same_bits(case, parts, set_max_work):
+    inputs = make_inputs(case)
+    expected = run(native, inputs, **case.options)
+    whole = _num_launches(inputs, case.options)
+    set_max_work(_forward_work(case) / parts)
+    if not case.is_causal and "outer" not in case.id:
+        assert _num_launches(inputs, case.options) > whole
+    actual = run(native, inputs, **case.options)
+    for name, array in actual._asdict().items():
+        context = f"{case.context}, {parts} parts"
+        assert_identical(array, getattr(expected, name), name=name, context=context)
+
+
+def test_no_part_is_too_large(set_max_work):
+    """Without a mask, n times the limit makes at least n parts, and not many more."""
+    case = cases.Case("counted", batch=(4,), q_len=64, kv_len=64)
+    inputs = make_inputs(case)
+    for parts in (1, 2, 4, 8, 24):
+        set_max_work(_forward_work(case) / parts * 1.001)
+        launches = _num_launches(inputs, case.options)
+        assert parts <= launches <= 2 * parts
+
+
+def test_causal_work_is_what_is_visible(set_max_work):
+    """A causal call has half the pairs, so half the parts."""
+    full = cases.Case("full", batch=(16,), q_len=64, kv_len=64)
+    causal = cases.Case("causal", batch=(16,), q_len=64, kv_len=64, is_causal=True)
+    set_max_work(_forward_work(full) / 16 * 1.05)
+    counts = [_num_launches(make_inputs(c), c.options) for c in (full, causal)]
+    assert counts == [16, 8]
+
+
+def test_the_default_cuts_nothing_small():
+    case = cases.Case("uncut", batch=(2,), q_len=512, kv_len=512)
+    assert _num_launches(make_inputs(case), case.options) == 1
