@@ -1,7 +1,11 @@
 // Driver: the PJRT plugin over tiny_host.cc, as JAX would use it: compile, execute from many
 // threads, chain, donate, delete early, fail everywhere, serialise, end.
 //
-//     pjrt HOST address|copy [old]
+//     pjrt HOST address|copy|auto [old|metal]
+//
+// metal: the host is like jax-metal, and one handler takes its objects.
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -12,10 +16,12 @@
 #include <utility>
 #include <vector>
 
+#include "plugin/ffi/native_buffers.h"
 #include "plugin/pjrt/custom_call/handler_registry.h"
 #include "plugin/pjrt/pjrt_api.h"
 #include "plugin/pjrt/pjrt_c_api.h"
 #include "plugin/pjrt/plan.h"
+#include "tests/plugin/device/fake_metal/fake_metal.h"
 #include "tests/sanitize/specs.h"
 
 extern "C" {
@@ -820,6 +826,49 @@ void OnTheHostOnly() {
   });
 }
 
+// Functions of the fake Metal, which only one of the programs has.
+template <class Function>
+Function* Fake(const char* name) {
+  auto* function = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+  CHECK(function != nullptr);
+  return function;
+}
+bool is_metal = false;
+std::atomic<int64_t> num_native_calls{0};
+
+// What Scale does, to objects.
+void* NativeScale(void* frame_pointer) {
+  auto& frame = *static_cast<XLA_FFI_CallFrame*>(frame_pointer);
+  bool is_native = false;
+  bool is_question = false;
+  for (XLA_FFI_Extension* extension = frame.extensions; extension != nullptr;
+       extension = extension->next) {
+    if (extension->type == kXlaFfiExtensionMetadata) {
+      XLA_FFI_Version& version =
+          reinterpret_cast<XLA_FFI_MetadataExtension*>(extension)->metadata->api_version;
+      version.major = kXlaFfiApiMajor;
+      version.minor = kXlaFfiApiMinor;
+      is_question = true;
+    }
+    if (extension->type == kJfmExtensionCapabilities) {
+      reinterpret_cast<JfmCapabilitiesExtension*>(extension)->takes_native_buffers = 1;
+    }
+    is_native |= extension->type == kJfmExtensionNativeBuffers;
+  }
+  if (is_question) return nullptr;
+  const auto data = [&](const XLA_FFI_Values& values) {
+    void* const pointer = static_cast<XLA_FFI_Buffer*>(values.values[0])->data;
+    const auto bytes = Fake<decltype(fake_metal_buffer_bytes)>("fake_metal_buffer_bytes");
+    return static_cast<float*>(is_native ? bytes(pointer) : pointer);
+  };
+  num_native_calls += is_native;
+  const auto& factor = *static_cast<XLA_FFI_Scalar*>(frame.attributes.values[0]);
+  const float* in = data(frame.arguments);
+  float* out = data(frame.results);
+  for (int64_t i = 0; i < kSize; ++i) out[i] = in[i] * *static_cast<float*>(factor.value);
+  return nullptr;
+}
+
 void Start(const char* host, const char* host_buffers) {
   char error[1024];
   CHECK(jfm_pjrt_configure("/nowhere/host.so", "tiny_metal", host_buffers, 0, Partition, error,
@@ -839,12 +888,17 @@ void Start(const char* host, const char* host_buffers) {
                                     reinterpret_cast<void*>(function), 1, 0, error,
                                     sizeof(error)) == 0);
   };
-  add("Scale", &Scale);
+  add("Scale", is_metal ? &NativeScale : &Scale);
   add("Fail", &Fail);
   add("Throw", &Throw);
   add("Async", &Async);
   add("Pool", &Pool);
   api = GetPjrtApi();
+}
+
+int64_t LiveObjects() {
+  if (!is_metal) return 0;
+  return Fake<decltype(fake_metal_live_objects)>("fake_metal_live_objects")();
 }
 
 void WithAClient(const std::function<void()>& test) {
@@ -855,11 +909,13 @@ void WithAClient(const std::function<void()>& test) {
   devices.client = client;
   CheckOk(Ask(devices));
   device = devices.addressable_devices[0];
+  const int64_t live_objects = LiveObjects();  // our device's own
   test();
   PJRT_Client_Destroy_Args destroy = {};
   destroy.client = client;
   CheckOk(Ask(destroy));
   CHECK(Statistic("live_buffers") == 0);
+  CHECK(LiveObjects() == live_objects);
 }
 
 }  // namespace
@@ -868,7 +924,8 @@ void WithAClient(const std::function<void()>& test) {
 int main(int argc, char** argv) {
   using namespace jfm::pjrt;
   CHECK(argc == 3 || argc == 4);
-  if (argc == 4) setenv("TINY_HOST_OLD", "1", 1);
+  is_metal = argc == 4 && std::strcmp(argv[3], "metal") == 0;
+  if (argc == 4) setenv(is_metal ? "TINY_HOST_METAL" : "TINY_HOST_OLD", "1", 1);
   AddPlans();
   Start(argv[1], argv[2]);
   const std::pair<const char*, void (*)()> tests[] = {
@@ -889,6 +946,7 @@ int main(int argc, char** argv) {
     WithAClient(test);
   }
   CHECK(Statistic("calls") > 100);
+  CHECK((num_native_calls > 100) == is_metal);
   std::puts("pjrt: good");
   return 0;
 }

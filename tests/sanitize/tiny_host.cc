@@ -12,8 +12,11 @@
 //   fail                the execution fails later, refuse: at once, reject: compilation
 //   donate I            the first result takes argument I's memory
 //   out A               a result
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <condition_variable>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -27,6 +30,7 @@
 #include <vector>
 
 #include "plugin/pjrt/pjrt_api.h"
+#include "tests/plugin/device/fake_metal/fake_metal.h"
 #include "plugin/status.h"
 
 using jfm::Code;
@@ -93,17 +97,50 @@ struct Type {
   size_t bytes() const { return count() * element_bytes(); }
 };
 
+// With TINY_HOST_METAL the host's memory is objects of the fake Metal in the program.
+bool IsMetal() { return std::getenv("TINY_HOST_METAL") != nullptr; }
+template <class Function>
+Function* InProgram(const char* name) {
+  auto* function = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+  if (function == nullptr) std::abort();
+  return function;
+}
+
 // Exactly as large as it must be, so that AddressSanitizer sees every step beyond.
 struct Memory {
   explicit Memory(size_t size_bytes) : size(size_bytes) {
-    if (posix_memalign(&data, 64, size > 0 ? size : 1) != 0) std::abort();
+    if (IsMetal() && size > 0) {
+      object = InProgram<decltype(fake_metal_new_buffer)>("fake_metal_new_buffer")(size, 1);
+      data = Bytes(object);
+    } else if (posix_memalign(&data, 64, size > 0 ? size : 1) != 0) {
+      std::abort();
+    }
   }
-  ~Memory() { std::free(data); }
+  // A view of an object of somebody else.
+  Memory(void* view, size_t size_bytes, std::function<void()> when_deleted)
+      : size(size_bytes), object(view), data(Bytes(view)), on_delete(std::move(when_deleted)) {}
+  ~Memory() {
+    if (on_delete != nullptr) {
+      // Still there, as the host may have been reading it.
+      if (data != Bytes(object)) std::abort();
+      on_delete();
+    } else if (object != nullptr) {
+      InProgram<decltype(fake_metal_release)>("fake_metal_release")(object);
+    } else {
+      std::free(data);
+    }
+  }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
+  static void* Bytes(void* object) {
+    return InProgram<decltype(fake_metal_buffer_bytes)>("fake_metal_buffer_bytes")(object);
+  }
+
   size_t size;
+  void* object = nullptr;
   void* data = nullptr;
+  std::function<void()> on_delete;
 };
 using MemoryRef = std::shared_ptr<Memory>;
 
@@ -150,7 +187,8 @@ struct PJRT_Event {
 };
 struct PJRT_Buffer {
   Type type;
-  std::mutex mutex;  // protects content: null once deleted
+  std::atomic<int> num_references{0};  // external ones
+  std::mutex mutex;                    // protects content: null once deleted
   ContentRef content = std::make_shared<Content>();
 
   ContentRef Get() {
@@ -481,8 +519,14 @@ Status ClientDestroy(PJRT_Client_Destroy_Args& args) {
   return {};
 }
 Status PlatformName(PJRT_Client_PlatformName_Args& args) {
-  args.platform_name = "tiny";
-  args.platform_name_size = 4;
+  // Known hosts, whose pointers are objects or addresses.
+  args.platform_name = IsMetal() ? "METAL" : "cpu";
+  args.platform_name_size = std::strlen(args.platform_name);
+  return {};
+}
+Status PlatformVersion(PJRT_Client_PlatformVersion_Args& args) {
+  args.platform_version = IsMetal() ? "metal_0.5.1" : "tiny";
+  args.platform_version_size = std::strlen(args.platform_version);
   return {};
 }
 Status AddressableDevices(PJRT_Client_AddressableDevices_Args& args) {
@@ -620,6 +664,7 @@ Status FulfillAlias(PJRT_Client_FulfillAliasBuffer_Args& args) {
   return {};
 }
 Status BufferDestroy(PJRT_Buffer_Destroy_Args& args) {
+  if (args.buffer->num_references != 0) std::abort();
   delete args.buffer;
   return {};
 }
@@ -629,6 +674,11 @@ Status BufferDelete(PJRT_Buffer_Delete_Args& args) {
 }
 Status BufferIsDeleted(PJRT_Buffer_IsDeleted_Args& args) {
   args.is_deleted = args.buffer->Get() == nullptr;
+  return {};
+}
+Status Dimensions(PJRT_Buffer_Dimensions_Args& args) {
+  args.dims = args.buffer->type.dims.data();
+  args.num_dims = args.buffer->type.dims.size();
   return {};
 }
 Status ReadyEvent(PJRT_Buffer_ReadyEvent_Args& args) {
@@ -641,7 +691,28 @@ Status Pointer(PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args& args) {
   const ContentRef content = args.buffer->Get();
   if (content == nullptr) return Deleted();
   if (!content->ready->is_done()) std::abort();  // as XLA does
-  args.device_memory_ptr = content->Get()->data;
+  const MemoryRef memory = content->Get();
+  if (IsMetal() && args.buffer->num_references == 0) std::abort();
+  args.device_memory_ptr = IsMetal() ? memory->object : memory->data;
+  return {};
+}
+Status IncreaseReferences(PJRT_Buffer_IncreaseExternalReferenceCount_Args& args) {
+  ++args.buffer->num_references;
+  return {};
+}
+Status DecreaseReferences(PJRT_Buffer_DecreaseExternalReferenceCount_Args& args) {
+  if (--args.buffer->num_references < 0) std::abort();
+  return {};
+}
+Status CreateView(PJRT_Client_CreateViewOfDeviceBuffer_Args& args) {
+  auto* buffer = new PJRT_Buffer;
+  buffer->type = {args.element_type, {args.dims, args.dims + args.num_dims}};
+  buffer->content->memory = std::make_shared<Memory>(
+      args.device_buffer_ptr, buffer->type.bytes(),
+      [callback = args.on_delete_callback, object = args.device_buffer_ptr,
+       user = args.on_delete_callback_arg] { callback(object, user); });
+  buffer->content->ready->Set({});
+  args.buffer = buffer;
   return {};
 }
 Status ToHost(PJRT_Buffer_ToHostBuffer_Args& args) {
@@ -709,6 +780,7 @@ PJRT_Api MakeApi() {
   JFM_SLOT(ClientCreate, PJRT_Client_Create_Args);
   JFM_SLOT(ClientDestroy, PJRT_Client_Destroy_Args);
   JFM_SLOT(PlatformName, PJRT_Client_PlatformName_Args);
+  JFM_SLOT(PlatformVersion, PJRT_Client_PlatformVersion_Args);
   JFM_SLOT(AddressableDevices, PJRT_Client_AddressableDevices_Args);
   JFM_SLOT(DefaultMemory, PJRT_Device_DefaultMemory_Args);
   JFM_SLOT(MemoryKind, PJRT_Memory_Kind_Args);
@@ -732,8 +804,12 @@ PJRT_Api MakeApi() {
   JFM_SLOT(BufferDestroy, PJRT_Buffer_Destroy_Args);
   JFM_SLOT(BufferDelete, PJRT_Buffer_Delete_Args);
   JFM_SLOT(BufferIsDeleted, PJRT_Buffer_IsDeleted_Args);
+  JFM_SLOT(Dimensions, PJRT_Buffer_Dimensions_Args);
   JFM_SLOT(ReadyEvent, PJRT_Buffer_ReadyEvent_Args);
   JFM_SLOT(Pointer, PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args);
+  JFM_SLOT(IncreaseReferences, PJRT_Buffer_IncreaseExternalReferenceCount_Args);
+  JFM_SLOT(DecreaseReferences, PJRT_Buffer_DecreaseExternalReferenceCount_Args);
+  JFM_SLOT(CreateView, PJRT_Client_CreateViewOfDeviceBuffer_Args);
   JFM_SLOT(ToHost, PJRT_Buffer_ToHostBuffer_Args);
   JFM_SLOT(CopyToMemory, PJRT_Buffer_CopyToMemory_Args);
 #undef JFM_SLOT
