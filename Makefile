@@ -10,7 +10,8 @@ SOURCES := jax_flash_metal plugin tests tools examples
 # What holds on every platform that has the kernels, run again where flash_metal is the default.
 CONTRACT := JAX_PLATFORMS=flash_metal,cpu $(PYTEST) @tests/contract.txt
 
-.PHONY: help setup build test test-all jax-tests check-kernels sanitize lint format wheels demo clean
+.PHONY: help setup build test test-all jax-tests check-kernels sanitize coverage lint format \
+  wheels demo clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +31,9 @@ check-kernels: setup ## the strict front end and the race checker over every ker
 
 sanitize: setup ## drivers of the plugin under the sanitizers of a system g++ or clang++
 	@$(PY) -m tests.sanitize
+
+coverage: setup ## lines of the Apple layer that its tests run, by a system compiler: all
+	@$(PY) -m tests.sanitize --coverage
 
 lint: setup ## ruff and mypy
 	@$(PY) -m ruff check $(SOURCES)
@@ -52,8 +56,8 @@ test-all: lint build ## every test, the slow ones too, and every corner of JAX v
 jax-tests: setup ## JAX's own tests on platform flash_metal, as docs/jax-tests.md says
 	@$(PY) tools/environments.py run current tools/jax_tests.py $(if $(JAX),--source $(JAX))
 
-wheels: setup ## wheels for Linux x86-64 and aarch64, in dist/
-	@for target in linux-x86_64 linux-aarch64; do \
+wheels: setup ## wheels for Linux x86-64 and aarch64 and for macOS arm64, in dist/
+	@for target in linux-x86_64 linux-aarch64 macos-arm64; do \
 	  JAX_FLASH_METAL_TARGET=$$target $(PY) -m pip wheel -qq --disable-pip-version-check \
 	    --no-deps --no-build-isolation --wheel-dir dist . || exit 1; \
 	done
