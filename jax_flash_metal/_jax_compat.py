@@ -79,7 +79,7 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
 
 
 def register_platform(
-    name: str, library: str, options: Mapping[str, int | str], priority: int
+    name: str, library: str, options: Mapping[str, Any], priority: int
 ) -> None:
     """Registers a PJRT plugin that lets JAX go on without it where nobody named it."""
     c_api = xla_bridge.register_plugin(

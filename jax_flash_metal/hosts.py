@@ -6,9 +6,11 @@ Loads and imports nothing: the native library loads the host (plugin/pjrt/host.c
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import struct
 import sys
 from collections.abc import Mapping
@@ -28,6 +30,10 @@ class HostError(RuntimeError):
     """There is no host, or it cannot run here; a sentence that says what to do."""
 
 
+Option = int | float | bool | str | list[int]
+Version = tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class KnownHost:
     """A PJRT plugin from PyPI.
@@ -39,6 +45,9 @@ class KnownHost:
       module: The Python package that has the library. It is not imported.
       library: The library's path inside the package.
       options: What its PJRT client is created with.
+      jax: The versions of jax that it fits when it runs behind flash_metal: from the
+        first on, and below the second if there is one.
+      system_version: The oldest system that it can be loaded on.
     """
 
     name: str
@@ -46,11 +55,24 @@ class KnownHost:
     machine: str
     module: str
     library: str
-    options: Mapping[str, int | str]
+    options: Mapping[str, Option]
+    jax: tuple[Version, Version | None] = ((0, 4, 34), None)
+    system_version: Version = ()
+
+    def misfit(self, jax: Version, system_version: Version) -> str | None:
+        """Why it does not fit here, or None."""
+        first, end = self.jax
+        if not (first <= jax and (end is None or jax < end)):
+            below = f",<{_dotted(end)}" if end else ""
+            return f"{self.name} needs jax>={_dotted(first)}{below}"
+        if system_version and system_version < self.system_version:
+            return f"{self.name} needs macOS {_dotted(self.system_version)}"
+        return None
 
 
-# The first one that is installed is taken. Another host is another row.
-_ONE_CPU: Mapping[str, int | str] = {"cpu_device_count": 1}
+# The first one that is installed and fits is taken: the order of preference. Another
+# host is another row.
+_ONE_CPU: Mapping[str, Option] = {"cpu_device_count": 1}
 KNOWN_HOSTS = (
     KnownHost(
         "lammps-jax-pjrt-cpu",
@@ -68,6 +90,61 @@ KNOWN_HOSTS = (
         "libpjrt_cpu.so",
         _ONE_CPU,
     ),
+    # Nothing is copied in either direction. By itself it works up to jax 0.5.0: it
+    # knows no memory spaces, and reads StableHLO up to 0.19.4. Here every program is
+    # rewritten to that, and memories are ours (plugin/pjrt/old_host.cc): so any jax
+    # that this package works with.
+    KnownHost(
+        "jax-metal",
+        "darwin",
+        "arm64",
+        "jax_plugins.metal_plugin",
+        "pjrt_plugin_metal_14.dylib",
+        {},
+        system_version=(14, 4),
+    ),
+    # Nothing is copied either. The options are those of jax_graft/__init__.py:
+    # "platform" gives every array a Metal buffer of its own. The package's lower bound.
+    KnownHost(
+        "jax-graft",
+        "darwin",
+        "arm64",
+        "metal_pjrt_core",
+        "pjrt_c_api_mtl_plugin.dylib",
+        {
+            "platform_name": "METAL",
+            "allocator": "platform",
+            "preallocate": False,
+            "memory_fraction": 1.0,
+            "visible_devices": [0],
+            "should_stage_host_to_device_transfers": False,
+        },
+        jax=((0, 10), None),
+        system_version=(26,),
+    ),
+    # Results of our kernels are copied once. The package's own bounds; its library says
+    # macOS 27, its wheel 14.
+    KnownHost(
+        "metaljax",
+        "darwin",
+        "arm64",
+        "metaljax",
+        "lib/libmetal_pjrt_native.dylib",
+        {},
+        jax=((0, 11), (0, 12)),
+        system_version=(27,),
+    ),
+    # Everything is copied. The package's own bounds.
+    KnownHost(
+        "jax-mps",
+        "darwin",
+        "arm64",
+        "jax_plugins.mps",
+        "lib/libpjrt_plugin_mps.dylib",
+        {},
+        jax=((0, 11), (0, 12)),
+        system_version=(14,),
+    ),
 )
 
 
@@ -77,11 +154,12 @@ class Host:
 
     name: str
     path: Path
-    options: Mapping[str, int | str]
+    options: Mapping[str, Option]
 
 
 def find() -> Host:
-    """The host that the setting names, else the first known one that is installed.
+    """The host that the setting names, else the first known one that is installed and
+    fits the installed jax.
 
     Raises:
       HostError: There is none, or its file cannot be a plugin for this machine.
@@ -107,7 +185,7 @@ def buffers() -> str:
 
 
 def _named(setting: str) -> Host:
-    for known in KNOWN_HOSTS:
+    for known in _hosts_here():
         if setting == known.name:
             path = _installed_library(known)
             if path is None:
@@ -118,7 +196,7 @@ def _named(setting: str) -> Host:
             return Host(known.name, path, known.options)
     path = Path(setting).expanduser().absolute()
     if not path.exists():
-        names = ", ".join(known.name for known in KNOWN_HOSTS)
+        names = ", ".join(known.name for known in _hosts_here() or KNOWN_HOSTS)
         raise HostError(
             f"{HOST_SETTING} is {setting!r}, which is neither a file nor a known host "
             f"plugin; it must be the path of a PJRT plugin's library or one of {names}."
@@ -130,22 +208,80 @@ def _named(setting: str) -> Host:
     return Host(str(path), path, options)
 
 
+def _hosts_here() -> list[KnownHost]:
+    here = (sys.platform, _canonical_machine(platform.machine()))
+    return [known for known in KNOWN_HOSTS if (known.system, known.machine) == here]
+
+
 def _first_installed() -> Host:
-    machine = _canonical_machine(platform.machine())
-    here = [k for k in KNOWN_HOSTS if (k.system, k.machine) == (sys.platform, machine)]
+    here = _hosts_here()
+    jax = _version(importlib.metadata.version("jax"))
+    system_version = _version(platform.mac_ver()[0]) if sys.platform == "darwin" else ()
+    misfits = []
     for known in here:
         path = _installed_library(known)
-        if path is not None:
+        if path is None:
+            continue
+        misfit = known.misfit(jax, system_version)
+        if misfit is None:
             return Host(known.name, path, known.options)
+        misfits.append(misfit)
+    extra = "metal" if sys.platform == "darwin" else "software"
     advice = (
-        "pip install 'jax-flash-metal[software]' installs one"
+        f"pip install 'jax-flash-metal[{extra}]' installs one"
         if here
-        else f"none is known for {sys.platform} on {machine}"
+        else f"none is known for {sys.platform} on "
+        f"{_canonical_machine(platform.machine())}"
+    )
+    found = (
+        f"none that is installed fits jax {_dotted(jax)} here ({'; '.join(misfits)})"
+        if misfits
+        else "none is installed"
     )
     raise HostError(
-        "platform flash_metal runs over a host plugin, and none is installed: "
+        f"platform flash_metal runs over a host plugin, and {found}: "
         f"{advice}; {HOST_SETTING} can name the library of any PJRT plugin."
     )
+
+
+def _version(text: str) -> Version:
+    """The numbers that a version starts with; 0.12.0.dev1 counts as its release."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def jax_metal_conflict() -> str | None:
+    """What is wrong if jax-metal's own registration stops JAX here, and what to do.
+
+    Being installed, jax-metal registers its platform METAL with JAX. When no platform
+    is named, JAX starts every platform that is registered, and from 0.5.1 on it ends
+    with an error because METAL has no memory spaces. Behind flash_metal jax-metal works
+    all the same, so the platforms must be named. Imports nothing.
+    """
+    try:
+        jax_metal = importlib.metadata.version("jax-metal")
+        jax = importlib.metadata.version("jax")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if _version(jax) < (0, 5, 1) or _named_platforms():
+        return None
+    return (
+        f"jax-metal {jax_metal} registers the platform METAL, which stops jax {jax} "
+        "when no platform is named (default_memory_space is not supported): set "
+        "JAX_PLATFORMS=flash_metal,cpu, or "
+        'jax.config.update("jax_platforms", "flash_metal,cpu") before JAX is used.'
+    )
+
+
+def _named_platforms() -> str:
+    jax = sys.modules.get("jax")  # its configuration, if there is one yet
+    if jax is not None:
+        return str(getattr(jax.config, "jax_platforms", None) or "")
+    return os.environ.get("JAX_PLATFORMS", "")
 
 
 def _installed_library(known: KnownHost) -> Path | None:

@@ -10,7 +10,7 @@ The settings are environment variables, read when the platform starts:
 
     JAX_FLASH_METAL_HOST          the host plugin: the path of its library, or the name
                                   of a known one (hosts.py); default: the first of these
-                                  that is installed
+                                  that is installed and fits the installed jax
     JAX_FLASH_METAL_HOST_BUFFERS  auto, address or copy: how the kernels reach the
                                   host's buffers; default: auto
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -136,7 +137,7 @@ Status ClientCreate(PJRT_Client_Create_Args& args) {
   if (Status status = CheckNotForked(); !status.ok()) return status;
   if (Status status = AskHost(args); !status.ok()) return status;
   const Status added = AddClient(args.client);
-  if (added.ok()) return {};
+  if (added.ok() || args.client == nullptr) return added;
   PJRT_Client_Destroy_Args destroy = {};
   destroy.client = args.client;
   (void)TheHost().Call(destroy);  // the first error is the one to report
@@ -167,7 +168,8 @@ Status TopologyPlatformName(PJRT_TopologyDescription_PlatformName_Args& args) {
 
 Status BufferFromHostBuffer(PJRT_Client_BufferFromHostBuffer_Args& args) {
   if (Status status = CheckNotForked(); !status.ok()) return status;
-  return AskHost(args);
+  if (Status status = AskHost(args); !status.ok()) return status;
+  return args.buffer == nullptr ? WrongAnswer(args.kSlot, "gave no buffer") : Status();
 }
 
 Status Compile(PJRT_Client* client, const std::string& program, const std::string& options,
@@ -221,6 +223,12 @@ Status ClientLoad(PJRT_Client_Load_Args& args) {
   return {};
 }
 
+// See HostAccess. An argument may be a view wherever it comes from.
+bool HostMayOverwrite() {
+  const std::shared_ptr<const ClientState> client = AnyClient();
+  return client == nullptr || client->access.host_may_overwrite;
+}
+
 Status LoadedExecutableExecute(PJRT_LoadedExecutable_Execute_Args& args) {
   if (Status status = CheckNotForked(); !status.ok()) return status;
   const LoadedExecutable loaded = FindLoaded(args.executable);
@@ -241,6 +249,13 @@ Status LoadedExecutableExecute(PJRT_LoadedExecutable_Execute_Args& args) {
   PaddedStruct options(args.options);
   PJRT_ExecuteOptions* const original = args.options;
   args.options = reinterpret_cast<PJRT_ExecuteOptions*>(options.bytes);
+  std::vector<int64_t> all;
+  if (loaded.may_overwrite_arguments && !HostMayOverwrite()) {
+    all.resize(args.num_args);
+    std::iota(all.begin(), all.end(), 0);
+    args.options->non_donatable_input_indices = all.data();
+    args.options->num_non_donatable_input_indices = all.size();
+  }
   const Status status = AskHost(args);
   args.options = original;
   return status;

@@ -1,15 +1,13 @@
-// Buffers of the host as a running plan sees them, and how custom calls get at their
-// memory: what that takes differs from host to host, and this is the one place for it.
+// Buffers of the host as a running plan sees them. How custom calls get at their memory is
+// in hosts/.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "plugin/pjrt/custom_call/types.h"
 #include "plugin/pjrt/host.h"
 #include "plugin/status.h"
 
@@ -49,8 +47,15 @@ class HostBuffer {
   // Waits until it is written: the error of whatever was to write it.
   Status Await();
 
-  // Of hosts whose memory has addresses: asked for once. Waits first.
-  Result<void*> Address();
+  // Its memory is written: nobody need wait.
+  void NoteWritten() { is_ready_ = true; }
+
+  // What the host calls the pointer to its memory. Only of a buffer that was waited for:
+  // hosts abort or lie where it is not there yet.
+  Result<void*> Pointer() const;
+  // That of hosts where it is an address that stays as it is, to be asked for once.
+  void NoteAddress(void* address) { address_ = address; }
+  void* address() const { return address_; }
 
  private:
   const Host& host_;
@@ -80,44 +85,14 @@ class RowMajorLayout {
   PJRT_MemoryLayout layout_ = {};
 };
 
-// Waits for an event of the host and destroys it; null is ready.
-Status AwaitEvent(const Host& host, PJRT_Event* event);
+// Waits for an event of the host and destroys it. Null is a wrong answer of the function
+// that gave it.
+Status AwaitEvent(const Host& host, PJRT_Event* event, Slot giver);
 
-struct FreeMemory {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using StagingMemory = std::unique_ptr<void, FreeMemory>;
-// Host memory as aligned as XLA's own; never null, not for an empty array either.
-Result<StagingMemory> NewStaging(int64_t size_bytes);
+// Null is fine. A handle that cannot be destroyed is the host's affair.
+void DestroyBuffer(const Host& host, PJRT_Buffer* buffer);
 
-// Memory that a handler reads or writes; `staging` is set where it is a copy.
-struct CallMemory {
-  void* data = nullptr;
-  BufferRef buffer;
-  StagingMemory staging;
-};
-
-// How the handlers' side of a host's memory works.
-class BufferAccess {
- public:
-  virtual ~BufferAccess() = default;
-  // The bytes of an operand; waits for them.
-  virtual Result<CallMemory> Read(const Device& device, const BufferRef& buffer,
-                                  int64_t size_bytes) const = 0;
-  // Memory for a result, with undefined content.
-  virtual Result<CallMemory> NewResult(const Device& device, const TensorType& type) const = 0;
-  // The result as a buffer, after the handler has written it.
-  virtual Result<BufferRef> Finish(const Device& device, const TensorType& type,
-                                   CallMemory memory) const = 0;
-};
-
-// Chosen by the host's identity, or by the setting ("address", "copy") when that is not
-// "auto". An unknown host is refused: what its pointers mean cannot be guessed.
-Result<const BufferAccess*> ChooseBufferAccess(const Host& host, const std::string& platform_name,
-                                               const std::string& setting);
-
-// A copy in a buffer of its own.
-Result<BufferRef> CopyBuffer(const Device& device, const BufferAccess& access,
-                             const BufferRef& buffer, const TensorType& type);
+// A new handle of the host for the plan to own.
+BufferRef OwnBuffer(const Device& device, PJRT_Buffer* handle);
 
 }  // namespace jfm::pjrt

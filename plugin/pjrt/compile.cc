@@ -128,7 +128,7 @@ Result<PJRT_LoadedExecutable*> LoadPlan(const ClientState& client, const std::st
   if (Status status = (*shadow)->RequireDefaultMemory(); !status.ok()) return status;
   const std::string original = plan->program;
   Result<std::shared_ptr<const Program>> program =
-      Program::Load(client.device, *client.access, std::move(*plan), options, **shadow);
+      Program::Load(client.device, client.access, std::move(*plan), options, **shadow);
   if (!program.ok()) return ExplainTargets(program.status(), original);
   num_programs.fetch_add(1, std::memory_order_relaxed);
   num_segments.fetch_add(static_cast<int64_t>((*program)->plan().segments.size()),

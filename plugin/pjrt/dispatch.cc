@@ -47,10 +47,9 @@ std::vector<BufferRef> ReferTo(const Host& host, const Execution& execution) {
   for (size_t i = 0; i < execution.arguments.size(); ++i) {
     BufferRef& reference = seen[execution.arguments[i]];
     if (reference == nullptr) {
-      reference = std::make_shared<HostBuffer>(host, execution.arguments[i],
-                                               execution.expendable[i]
-                                                   ? HostBuffer::Owner::kCallerDonates
-                                                   : HostBuffer::Owner::kCaller);
+      reference = std::make_shared<HostBuffer>(
+          host, execution.arguments[i],
+          execution.expendable[i] ? HostBuffer::Owner::kCallerDonates : HostBuffer::Owner::kCaller);
     }
     references.push_back(reference);
   }
@@ -72,7 +71,7 @@ Result<std::vector<BufferRef>> Run(const Execution& execution) {
     // Also held elsewhere: an argument passed through, a constant, or a result twice.
     if (result->is_owned() && result.use_count() == 1) continue;
     Result<BufferRef> copy =
-        CopyBuffer(program.device(), program.access(), result, program.output_types()[i]);
+        CopyBuffer(program.device(), *program.access().memory, result, program.output_types()[i]);
     if (!copy.ok()) return copy.status();
     result = std::move(*copy);
   }
@@ -93,21 +92,42 @@ Status RunAndWait(const Execution& execution, std::vector<BufferRef>* results) {
   return status;
 }
 
-// -- Later ----------------------------------------------------------------------------
+// -- Now --------------------------------------------------------------------------------
 
-// Types of which several elements share a byte.
-bool IsPacked(const TensorType& type) {
-  switch (BufferTypeOf(type.dtype)) {
-    case PJRT_BufferType_S2:
-    case PJRT_BufferType_U2:
-    case PJRT_BufferType_S4:
-    case PJRT_BufferType_U4:
-    case PJRT_BufferType_F4E2M1FN:
-      return true;
-    default:
-      return false;
+// An event that is ready: one of the host's, as it may know no other kind.
+Result<PJRT_Event*> ReadyEvent(const Device& device, const std::vector<BufferRef>& results) {
+  if (!results.empty()) {
+    PJRT_Buffer_ReadyEvent_Args args = {};
+    args.buffer = results[0]->handle();  // it was waited for
+    if (Status status = device.host->Call(args); !status.ok()) return status;
+    return args.event;
   }
+  // Not one of CopyToHost(), which destroys it.
+  static const int32_t zero = 0;
+  PJRT_Client_BufferFromHostBuffer_Args args = {};
+  args.client = device.client;
+  args.data = &zero;
+  args.type = PJRT_BufferType_S32;
+  args.host_buffer_semantics = PJRT_HostBufferSemantics_ImmutableOnlyDuringCall;
+  args.device = device.device;
+  if (Status status = device.host->Call(args); !status.ok()) return status;
+  DestroyBuffer(*device.host, args.buffer);
+  return args.done_with_host_buffer;
 }
+
+Status RunNow(const Execution& execution, PJRT_LoadedExecutable_Execute_Args& args) {
+  std::vector<BufferRef> results;
+  if (Status status = RunAndWait(execution, &results); !status.ok()) return status;
+  if (args.device_complete_events != nullptr) {
+    Result<PJRT_Event*> event = ReadyEvent(execution.program->device(), results);
+    if (!event.ok()) return event.status();
+    args.device_complete_events[0] = *event;
+  }
+  for (size_t i = 0; i < results.size(); ++i) args.output_lists[0][i] = results[i]->Release();
+  return {};
+}
+
+// -- Later ----------------------------------------------------------------------------
 
 bool CanRunLater(const Program& program) {
   // The layout of a promise cannot say that it is packed: the host would refuse the result.
@@ -136,13 +156,10 @@ Result<Promise> NewPromise(const Device& device, const TensorType& type) {
   args.shape_element_type = BufferTypeOf(type.dtype);
   args.shape_layout = layout.get();
   if (Status status = device.host->Call(args); !status.ok()) return status;
+  if (args.alias_buffer == nullptr || args.fulfill_alias_buffer_cb == nullptr) {
+    return WrongAnswer(args.kSlot, "gave no buffer");
+  }
   return Promise{args.alias_buffer, args.fulfill_alias_buffer_cb, NotePromise(args.alias_buffer)};
-}
-
-void DestroyBuffer(const Host& host, PJRT_Buffer* buffer) {
-  PJRT_Buffer_Destroy_Args args = {};
-  args.buffer = buffer;
-  (void)host.Call(args);
 }
 
 // With a result, or with null and why there is none.
@@ -177,6 +194,7 @@ Result<PJRT_Buffer*> NewErrorBuffer(const Device& device, const TensorType& type
   args.shape_layout = layout.get();
   args.memory = device.memory;
   if (Status created = device.host->Call(args); !created.ok()) return created;
+  if (args.buffer == nullptr) return WrongAnswer(args.kSlot, "gave no buffer");
   return args.buffer;
 }
 
@@ -222,8 +240,12 @@ Status StartLater(Execution execution, PJRT_LoadedExecutable_Execute_Args& args)
       if (!promise.ok()) return promise.status();
       promises.push_back(*promise);
     }
-    return args.device_complete_events == nullptr ? Status() : device.host->Call(event);
+    if (args.device_complete_events == nullptr) return {};
+    if (Status status = device.host->Call(event); !status.ok()) return status;
+    return event.event == nullptr ? WrongAnswer(event.kSlot, "gave no event") : Status();
   }();
+  // Some hosts have the functions, and these say that they do nothing (metaljax).
+  if (prepared.code() == Code::kUnimplemented && promises.empty()) return RunNow(execution, args);
   if (!prepared.ok()) {
     for (const Promise& promise : promises) {
       Fulfill(device, promise, nullptr, prepared);
@@ -234,36 +256,9 @@ Status StartLater(Execution execution, PJRT_LoadedExecutable_Execute_Args& args)
   }
   for (size_t i = 0; i < promises.size(); ++i) args.output_lists[0][i] = promises[i].handle;
   if (args.device_complete_events != nullptr) args.device_complete_events[0] = event.event;
-  RunLater([execution = std::move(execution), promises = std::move(promises),
-            done = event.event] { RunAndFulfill(execution, promises, done); });
-  return {};
-}
-
-// -- Now --------------------------------------------------------------------------------
-
-// An event that is ready: one of the host's, as it may know no other kind.
-Result<PJRT_Event*> ReadyEvent(const Device& device) {
-  static const int32_t zero = 0;
-  PJRT_Client_BufferFromHostBuffer_Args args = {};
-  args.client = device.client;
-  args.data = &zero;
-  args.type = PJRT_BufferType_S32;
-  args.host_buffer_semantics = PJRT_HostBufferSemantics_ImmutableOnlyDuringCall;
-  args.device = device.device;
-  if (Status status = device.host->Call(args); !status.ok()) return status;
-  DestroyBuffer(*device.host, args.buffer);
-  return args.done_with_host_buffer;
-}
-
-Status RunNow(const Execution& execution, PJRT_LoadedExecutable_Execute_Args& args) {
-  std::vector<BufferRef> results;
-  if (Status status = RunAndWait(execution, &results); !status.ok()) return status;
-  if (args.device_complete_events != nullptr) {
-    Result<PJRT_Event*> event = ReadyEvent(execution.program->device());
-    if (!event.ok()) return event.status();
-    args.device_complete_events[0] = *event;
-  }
-  for (size_t i = 0; i < results.size(); ++i) args.output_lists[0][i] = results[i]->Release();
+  RunLater([execution = std::move(execution), promises = std::move(promises), done = event.event] {
+    RunAndFulfill(execution, promises, done);
+  });
   return {};
 }
 

@@ -4,7 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 #include <utility>
+
+#include "plugin/ffi/xla_ffi.h"
 
 namespace jfm::pjrt {
 namespace {
@@ -68,9 +71,8 @@ class Executor {
   // that whoever gets it can see that nobody else has it.
   static BufferRef Take(const Step& step, ValueId id, Values& values) {
     BufferRef& value = values[static_cast<size_t>(id)];
-    const bool is_last_use =
-        std::find(step.dead.begin(), step.dead.end(), id) != step.dead.end() &&
-        std::count(step.inputs.begin(), step.inputs.end(), id) == 1;
+    const bool is_last_use = std::find(step.dead.begin(), step.dead.end(), id) != step.dead.end() &&
+                             std::count(step.inputs.begin(), step.inputs.end(), id) == 1;
     return is_last_use ? std::move(value) : value;
   }
 
@@ -104,9 +106,13 @@ class Executor {
       if (Status status = inputs.back()->Await(); !status.ok()) return status;
     }
     std::vector<int64_t> keep;
-    for (int64_t position : step.donated) {
-      const BufferRef& input = inputs[static_cast<size_t>(position)];
-      if (!MayReuse(input)) keep.push_back(position);
+    if (!program_.access().host_may_overwrite) {
+      keep.resize(inputs.size());
+      std::iota(keep.begin(), keep.end(), 0);
+    } else {
+      for (int64_t position : step.donated) {
+        if (!MayReuse(inputs[static_cast<size_t>(position)])) keep.push_back(position);
+      }
     }
     Result<std::vector<BufferRef>> results = program_.segment(step.index).Execute(inputs, keep);
     if (!results.ok()) return results.status();
@@ -115,14 +121,16 @@ class Executor {
 
   Status RunCall(const Step& step, Values& values) {
     const PlannedCall& call = program_.plan().calls[step.index];
-    const BufferAccess& access = program_.access();
+    const bool is_native = program_.is_native(step.index);
+    const HostAccess& accesses = program_.access();
+    const BufferAccess& access = is_native ? *accesses.native : *accesses.memory;
     const Device& device = program_.device();
     std::vector<CallMemory> operands(step.inputs.size());
     std::vector<void*> operand_pointers(step.inputs.size(), nullptr);
     for (size_t i = 0; i < step.inputs.size(); ++i) {
       if (step.inputs[i] == kNoValue) continue;
       const BufferRef buffer = Take(step, step.inputs[i], values);
-      Result<CallMemory> memory = access.Read(device, buffer, call.spec.operands[i].size_bytes());
+      Result<CallMemory> memory = access.Read(device, buffer, call.spec.operands[i]);
       if (!memory.ok()) return memory.status();
       operands[i] = std::move(*memory);
       operand_pointers[i] = operands[i].data;
@@ -132,7 +140,7 @@ class Executor {
     for (const auto& [operand, result] : call.aliases) {
       const int64_t size_bytes = call.spec.operands[operand].size_bytes();
       CallMemory& source = operands[operand];
-      if (source.buffer != nullptr && MayOverwrite(source.buffer)) {
+      if (source.may_hold_result && MayOverwrite(source.buffer)) {
         results[result] = std::move(source);
       } else {
         Result<CallMemory> memory = access.NewResult(device, call.spec.results[result]);
@@ -153,9 +161,12 @@ class Executor {
       result_pointers[i] = results[i].data;
     }
     num_calls_run.fetch_add(1, std::memory_order_relaxed);
+    const CustomCall& custom_call = program_.call(step.index);
     const Status status =
-        program_.call(step.index).Execute(operand_pointers, result_pointers, context_);
+        is_native ? custom_call.ExecuteNative(operand_pointers, result_pointers, context_)
+                  : custom_call.Execute(operand_pointers, result_pointers, context_);
     if (!status.ok()) return status;
+    operands.clear();  // their references; the handler is done with them
     for (size_t i = 0; i < step.outputs.size(); ++i) {
       if (step.outputs[i] == kNoValue) continue;
       Result<BufferRef> buffer = access.Finish(device, call.spec.results[i], std::move(results[i]));
@@ -214,8 +225,9 @@ class Executor {
 
   template <class Value>
   Result<int64_t> ReadScalar(const BufferRef& buffer) {
+    constexpr int32_t kType = sizeof(Value) == 1 ? XLA_FFI_PRED : XLA_FFI_S32;
     Result<CallMemory> memory =
-        program_.access().Read(program_.device(), buffer, sizeof(Value));
+        program_.access().memory->Read(program_.device(), buffer, TensorType{kType, {}});
     if (!memory.ok()) return memory.status();
     Value value;
     std::memcpy(&value, memory->data, sizeof(value));

@@ -22,6 +22,11 @@ Status Refuse(const std::string& path, const std::string& why) {
 
 }  // namespace
 
+Status WrongAnswer(Slot slot, const std::string& what) {
+  return Internal(std::string("the host plugin's ") + kSlotNames[static_cast<size_t>(slot)] +
+                  " succeeded, but it " + what + ".");
+}
+
 Result<std::unique_ptr<const Host>> Host::Load(const std::string& path) {
   // RTLD_LOCAL: the host brings its own copy of XLA, which must stay apart from jaxlib's.
   // Never closed: XLA leaves threads behind.
@@ -86,7 +91,11 @@ Status Host::TakeError(PJRT_Error* error) const {
   // Not through Call: an error of these would call them again.
   functions_[static_cast<size_t>(Slot::kError_GetCode)](&code);
   functions_[static_cast<size_t>(Slot::kError_Message)](&message);
-  Status status(static_cast<Code>(code.code), std::string(message.message, message.message_size));
+  std::string text = "the host plugin gave no message.";
+  if (message.message != nullptr) text.assign(message.message, message.message_size);
+  // An error that says that it is none would count as a success.
+  const Code kind = code.code == 0 ? Code::kUnknown : static_cast<Code>(code.code);
+  Status status(kind, std::move(text));
   PJRT_Error_Destroy_Args destroy = {};
   destroy.struct_size = sizeof(destroy);
   destroy.error = error;

@@ -46,6 +46,9 @@ class Host {
   PJRT_Function functions_[kNumSlots] = {};
 };
 
+// What a function of the host reported as a success cannot be true: "gave no buffer".
+Status WrongAnswer(Slot slot, const std::string& what);
+
 // Larger than every struct of arguments or options of every version so far.
 constexpr size_t kPaddedSize = 256;
 

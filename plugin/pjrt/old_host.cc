@@ -15,6 +15,7 @@
 #include "plugin/pjrt/buffers.h"
 #include "plugin/pjrt/error.h"
 #include "plugin/pjrt/host.h"
+#include "plugin/pjrt/hosts/host_copies.h"
 #include "plugin/pjrt/plugin.h"
 
 namespace jfm::pjrt {
@@ -231,6 +232,7 @@ Status BufferFromHostBuffer(const Host& host, PJRT_Client_BufferFromHostBuffer_A
     own.host_buffer_semantics = PJRT_HostBufferSemantics_ImmutableOnlyDuringCall;
   }
   if (Status status = host.Call(own); !status.ok()) return status;
+  if (own.buffer == nullptr) return WrongAnswer(own.kSlot, "gave no buffer");
   args.done_with_host_buffer = own.done_with_host_buffer;
   args.buffer = own.buffer;
   return {};
@@ -247,33 +249,17 @@ Result<PJRT_Buffer*> CopyThroughHost(const Host& host, PJRT_Buffer* buffer, PJRT
   dimensions.buffer = buffer;
   if (Status status = host.Call(dimensions); !status.ok()) return status;
   RowMajorLayout layout(dimensions.num_dims);
-  PJRT_Buffer_ToHostBuffer_Args to_host = {};
-  to_host.src = buffer;
-  to_host.host_layout = layout.get();
+  PJRT_Buffer_ToHostBuffer_Args size = {};
+  size.src = buffer;
+  size.host_layout = layout.get();
   // Without a destination it says how large that must be.
-  if (Status status = host.Call(to_host); !status.ok()) return status;
-  Result<StagingMemory> staging = NewStaging(static_cast<int64_t>(to_host.dst_size));
-  if (!staging.ok()) return staging.status();
-  to_host.dst = staging->get();
-  if (Status status = host.Call(to_host); !status.ok()) return status;
-  if (Status status = AwaitEvent(host, to_host.event); !status.ok()) return status;
-
-  PJRT_Client_BufferFromHostBuffer_Args from_host = {};
-  from_host.client = client->device.client;
-  from_host.data = staging->get();
-  from_host.type = type.type;
-  from_host.dims = dimensions.dims;
-  from_host.num_dims = dimensions.num_dims;
-  from_host.host_buffer_semantics = PJRT_HostBufferSemantics_ImmutableOnlyDuringCall;
-  from_host.device = device;
-  if (Status status = host.Call(from_host); !status.ok()) return status;
-  if (Status status = AwaitEvent(host, from_host.done_with_host_buffer); !status.ok()) {
-    PJRT_Buffer_Destroy_Args destroy = {};
-    destroy.buffer = from_host.buffer;
-    (void)host.Call(destroy);  // the first error is the one to report
-    return status;
-  }
-  return from_host.buffer;
+  if (Status status = host.Call(size); !status.ok()) return status;
+  Result<StagingMemory> content =
+      CopyFromHost(host, buffer, static_cast<int64_t>(size.dst_size), layout.get());
+  if (!content.ok()) return content.status();
+  Device target = client->device;
+  target.device = device;
+  return CopyToHost(target, content->get(), type.type, dimensions.dims, dimensions.num_dims);
 }
 
 Status BufferCopyToDevice(const Host& host, PJRT_Buffer_CopyToDevice_Args& args) {

@@ -830,6 +830,15 @@ struct PJRT_Buffer_IncreaseExternalReferenceCount_Args {
   JFM_PJRT_ARGS(Buffer_IncreaseExternalReferenceCount);
   PJRT_Buffer* buffer;
 };
+struct PJRT_Buffer_DecreaseExternalReferenceCount_Args {
+  JFM_PJRT_ARGS(Buffer_DecreaseExternalReferenceCount);
+  PJRT_Buffer* buffer;
+};
+struct PJRT_Buffer_OnDeviceSizeInBytes_Args {
+  JFM_PJRT_ARGS(Buffer_OnDeviceSizeInBytes);
+  PJRT_Buffer* buffer;
+  size_t on_device_size_in_bytes;
+};
 struct PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args {
   JFM_PJRT_ARGS(Buffer_OpaqueDeviceMemoryDataPointer);
   PJRT_Buffer* buffer;

@@ -67,6 +67,11 @@ JFM_EXPORT int jfm_pjrt_host_facts(char* text, size_t text_size) {
       }
     }
     facts += "\n";
+    if (const std::shared_ptr<const ClientState> client = AnyClient()) {
+      facts += "platform_name=" + client->identity.platform_name +
+               "\nplatform_version=" + client->identity.platform_version +
+               "\nhandover=" + client->access.handover + "\n";
+    }
     return {};
   });
 }

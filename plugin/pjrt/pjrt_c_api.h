@@ -35,7 +35,10 @@ int jfm_pjrt_configure(const char* host_path, const char* platform_name, const c
 
 // What is known of the configured host, as lines "key=value": api_version, num_slots,
 // old_host (0 or 1), stablehlo (the newest version that an old host reads, otherwise
-// empty). 0, or an error code when nothing is configured.
+// empty); once there is a client also platform_name and platform_version, as the host
+// calls itself, and handover: how handlers get at its memory, "native" (objects of the
+// device both ways, for handlers that take them), "address", "address+copy" (operands in
+// place, results copied) or "copy". 0, or an error code when nothing is configured.
 int jfm_pjrt_host_facts(char* text, size_t text_size);
 
 // A typed XLA FFI handler; null for a stage that it has not. `api_version` and `traits` as

@@ -278,4 +278,17 @@ int32_t PrimitiveTypeOf(int32_t buffer_type) {
   return 0;
 }
 
+bool IsPacked(const TensorType& type) {
+  switch (BufferTypeOf(type.dtype)) {
+    case PJRT_BufferType_S2:
+    case PJRT_BufferType_U2:
+    case PJRT_BufferType_S4:
+    case PJRT_BufferType_U4:
+    case PJRT_BufferType_F4E2M1FN:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace jfm::pjrt

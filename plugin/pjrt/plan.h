@@ -58,6 +58,8 @@ Result<Plan> DecodePlan(const std::string& bytes);
 
 // xla::PrimitiveType to PJRT_BufferType; PJRT_BufferType_INVALID where there is none.
 int32_t BufferTypeOf(int32_t primitive_type);
+// Whether several elements may share a byte.
+bool IsPacked(const TensorType& type);
 // The other way; 0 where there is none.
 int32_t PrimitiveTypeOf(int32_t buffer_type);
 

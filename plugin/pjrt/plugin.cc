@@ -63,19 +63,23 @@ std::shared_ptr<const ClientState> FindClientOf(const PJRT_Device* device) {
   return nullptr;
 }
 
+std::shared_ptr<const ClientState> AnyClient() {
+  std::lock_guard<std::mutex> lock(clients_mutex);
+  return clients.empty() ? nullptr : clients.begin()->second;
+}
+
 Status AddClient(PJRT_Client* client) {
   const Plugin& plugin = *ThePlugin();
   const Host& host = *plugin.host;
+  if (client == nullptr) return WrongAnswer(Slot::kClient_Create, "gave no client");
   auto state = std::make_shared<ClientState>();
   state->device.host = &host;
   state->device.client = client;
 
-  PJRT_Client_PlatformName_Args name = {};
-  name.client = client;
-  if (Status status = host.Call(name); !status.ok()) return status;
-  Result<const BufferAccess*> access =
-      ChooseBufferAccess(host, std::string(name.platform_name, name.platform_name_size),
-                         plugin.settings.host_buffers);
+  Result<HostIdentity> identity = IdentityOf(host, client);
+  if (!identity.ok()) return identity.status();
+  state->identity = std::move(*identity);
+  Result<HostAccess> access = ChooseAccess(host, state->identity, plugin.settings.host_buffers);
   if (!access.ok()) return access.status();
   state->access = *access;
 
@@ -83,9 +87,12 @@ Status AddClient(PJRT_Client* client) {
   devices.client = client;
   if (Status status = host.Call(devices); !status.ok()) return status;
   if (devices.num_addressable_devices != 1) {
-    return Status(Code::kFailedPrecondition,
-                  "the host plugin must offer one device, but it has " +
-                      std::to_string(devices.num_addressable_devices) + ".");
+    return Status(Code::kFailedPrecondition, "the host plugin must offer one device, but it has " +
+                                                 std::to_string(devices.num_addressable_devices) +
+                                                 ".");
+  }
+  if (devices.addressable_devices == nullptr || devices.addressable_devices[0] == nullptr) {
+    return WrongAnswer(devices.kSlot, "gave no device");
   }
   state->device.device = devices.addressable_devices[0];
 

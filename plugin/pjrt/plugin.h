@@ -7,6 +7,7 @@
 
 #include "plugin/pjrt/buffers.h"
 #include "plugin/pjrt/host.h"
+#include "plugin/pjrt/hosts/known_hosts.h"
 #include "plugin/pjrt/pjrt_c_api.h"
 #include "plugin/status.h"
 
@@ -42,11 +43,14 @@ const Plugin* ThePlugin();
 // A client of the host that exists, as plans need it.
 struct ClientState {
   Device device;
-  const BufferAccess* access = nullptr;
+  HostIdentity identity;
+  HostAccess access;
 };
 // Null for a client that we did not create.
 std::shared_ptr<const ClientState> FindClient(PJRT_Client* client);
 std::shared_ptr<const ClientState> FindClientOf(const PJRT_Device* device);
+// Any client that exists, or null.
+std::shared_ptr<const ClientState> AnyClient();
 Status AddClient(PJRT_Client* client);
 void RemoveClient(PJRT_Client* client);
 

@@ -15,6 +15,7 @@ class Unloaded {
     args.loaded_executable = loaded;
     status_ = host.Call(args);
     handle_ = args.executable;
+    if (status_.ok() && handle_ == nullptr) status_ = WrongAnswer(args.kSlot, "gave none");
   }
   ~Unloaded() {
     if (!status_.ok()) return;
@@ -56,6 +57,7 @@ Result<std::unique_ptr<HostExecutable>> HostExecutable::Compile(const Device& de
   args.compile_options = options.data();
   args.compile_options_size = options.size();
   if (Status status = device.host->Call(args); !status.ok()) return status;
+  if (args.executable == nullptr) return WrongAnswer(args.kSlot, "gave no executable");
   std::unique_ptr<HostExecutable> executable(new HostExecutable(device, args.executable));
   if (Status status = executable->ReadOutputTypes(); !status.ok()) return status;
   return executable;
@@ -74,8 +76,21 @@ Status HostExecutable::ReadOutputTypes() {
   if (Status status = unloaded.Ask(types); !status.ok()) return status;
   PJRT_Executable_OutputDimensions_Args dimensions = {};
   if (Status status = unloaded.Ask(dimensions); !status.ok()) return status;
+  if (types.num_output_types > 0 &&
+      (types.output_types == nullptr || dimensions.dim_sizes == nullptr)) {
+    return WrongAnswer(types.output_types == nullptr ? types.kSlot : dimensions.kSlot,
+                       "gave no list");
+  }
+  if (dimensions.num_outputs != types.num_output_types) {
+    return WrongAnswer(dimensions.kSlot, "speaks of " + std::to_string(dimensions.num_outputs) +
+                                             " results where there are " +
+                                             std::to_string(types.num_output_types));
+  }
   const int64_t* dims = dimensions.dims;
   for (size_t i = 0; i < types.num_output_types; ++i) {
+    if (dims == nullptr && dimensions.dim_sizes[i] > 0) {
+      return WrongAnswer(dimensions.kSlot, "gave no dimensions");
+    }
     const int64_t* end = dims + dimensions.dim_sizes[i];
     if (PrimitiveTypeOf(types.output_types[i]) == 0) {
       return {Code::kUnimplemented, "a result of the program has an unknown element type (" +
@@ -130,9 +145,11 @@ Result<std::vector<BufferRef>> HostExecutable::Execute(const std::vector<BufferR
   args.output_lists = output_lists;
   if (Status status = device_.host->Call(args); !status.ok()) return status;
   std::vector<BufferRef> results(outputs.size());
-  std::transform(outputs.begin(), outputs.end(), results.begin(), [this](PJRT_Buffer* buffer) {
-    return std::make_shared<HostBuffer>(*device_.host, buffer, HostBuffer::Owner::kPlan);
-  });
+  std::transform(outputs.begin(), outputs.end(), results.begin(),
+                 [this](PJRT_Buffer* buffer) { return OwnBuffer(device_, buffer); });
+  if (std::find(outputs.begin(), outputs.end(), nullptr) != outputs.end()) {
+    return WrongAnswer(args.kSlot, "left out a result");
+  }
   return results;
 }
 
@@ -159,9 +176,8 @@ Result<Costs> HostExecutable::CostAnalysis() const {
   return costs;
 }
 
-Result<std::shared_ptr<const Program>> Program::Load(const Device& device,
-                                                     const BufferAccess& access, Plan plan,
-                                                     std::string options,
+Result<std::shared_ptr<const Program>> Program::Load(const Device& device, const HostAccess& access,
+                                                     Plan plan, std::string options,
                                                      const HostExecutable& shadow) {
   std::shared_ptr<Program> program(
       new Program(device, access, std::move(plan), std::move(options)));
@@ -201,6 +217,12 @@ Status Program::Prepare(const HostExecutable& shadow) {
   return {};
 }
 
+bool Program::is_native(size_t call) const {
+  // An alias is filled in by memcpy, which objects of the device do not allow.
+  return access_.native != nullptr && calls_[call]->takes_native_buffers() &&
+         plan_.calls[call].aliases.empty();
+}
+
 int64_t Program::code_bytes() const {
   int64_t sum = 0;
   for (const auto& segment : segments_) sum += segment->facts().code_bytes;
@@ -218,8 +240,7 @@ Result<Costs> Program::CostAnalysis() const {
   for (const Block& block : plan_.blocks) {
     for (const Step& step : block.steps) {
       if (step.kind != StepKind::kSegment) continue;
-      Result<Costs> costs =
-          segments_[step.index]->CostAnalysis();
+      Result<Costs> costs = segments_[step.index]->CostAnalysis();
       if (!costs.ok()) return costs.status();
       for (const auto& [name, value] : *costs) {
         const auto known = std::find_if(sums.begin(), sums.end(),

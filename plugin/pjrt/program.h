@@ -11,6 +11,7 @@
 
 #include "plugin/pjrt/buffers.h"
 #include "plugin/pjrt/custom_call/custom_call.h"
+#include "plugin/pjrt/hosts/buffer_access.h"
 #include "plugin/pjrt/plan.h"
 #include "plugin/status.h"
 
@@ -64,13 +65,14 @@ class Program {
  public:
   // `options`: the caller's, for serialisation. `shadow`: the plan's, compiled; says what
   // the results are. Compiles the segments and runs that of the constants.
-  static Result<std::shared_ptr<const Program>> Load(const Device& device,
-                                                     const BufferAccess& access, Plan plan,
-                                                     std::string options,
+  static Result<std::shared_ptr<const Program>> Load(const Device& device, const HostAccess& access,
+                                                     Plan plan, std::string options,
                                                      const HostExecutable& shadow);
 
   const Device& device() const { return device_; }
-  const BufferAccess& access() const { return access_; }
+  const HostAccess& access() const { return access_; }
+  // Whether the call's handler gets objects of the device.
+  bool is_native(size_t call) const;
   const Plan& plan() const { return plan_; }
   const std::string& options() const { return options_; }
   const std::vector<TensorType>& output_types() const { return output_types_; }
@@ -87,12 +89,12 @@ class Program {
   Status NamedCosts(const std::vector<PJRT_NamedValue>** costs) const;
 
  private:
-  Program(const Device& device, const BufferAccess& access, Plan plan, std::string options)
+  Program(const Device& device, const HostAccess& access, Plan plan, std::string options)
       : device_(device), access_(access), plan_(std::move(plan)), options_(std::move(options)) {}
   Status Prepare(const HostExecutable& shadow);
 
   const Device device_;
-  const BufferAccess& access_;
+  const HostAccess access_;
   const Plan plan_;
   const std::string options_;
   std::vector<TensorType> output_types_;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "plugin/c_boundary.h"
+#include "plugin/ffi/native_buffers.h"
 #include "plugin/pjrt/custom_call/handler_registry.h"
 #include "plugin/pjrt/custom_call/runtime.h"
 
@@ -169,8 +170,8 @@ class BufferList {
   size_t size() const { return buffers_.size(); }
 
   // Fills in what `values` of a frame points to; both arrays have size() elements.
-  Status Fill(const std::vector<void*>& data, XLA_FFI_Buffer* buffers, void** pointers,
-              XLA_FFI_Values* values) const {
+  Status Fill(const std::vector<void*>& data, bool is_native, XLA_FFI_Buffer* buffers,
+              void** pointers, XLA_FFI_Values* values) const {
     if (data.size() != size()) {
       return Internal("got " + std::to_string(data.size()) + " addresses for " +
                       std::to_string(size()) + " " + what_ + "s");
@@ -180,6 +181,10 @@ class BufferList {
       buffers[i].data = data[i];
       if (data[i] == nullptr && !is_token_[i]) {
         if (needs_data_[i]) return Internal(Name(i) + " has no memory");
+        if (is_native) {
+          pointers[i] = &buffers[i];
+          continue;
+        }
         // memcpy of nothing is undefined for null pointers, and handlers do not ask.
         alignas(64) static char nothing[64];
         buffers[i].data = nothing;
@@ -234,9 +239,9 @@ class FfiCall final : public CustomCall {
                                                     const UserData* user_data) {
     std::optional<Handler> handler = FindHandler(spec.target);
     if (!handler.has_value()) {
-      return Status(Code::kNotFound,
-                    "no FFI handler is registered for the custom call target " + spec.target +
-                        "; registered are: " + RegisteredTargetsText() + ".");
+      return Status(Code::kNotFound, "no FFI handler is registered for the custom call target " +
+                                         spec.target +
+                                         "; registered are: " + RegisteredTargetsText() + ".");
     }
     std::unique_ptr<FfiCall> call(new FfiCall(*std::move(handler)));
     if (Status status = call->Prepare(spec, user_data); !status.ok()) return call->Named(status);
@@ -245,10 +250,14 @@ class FfiCall final : public CustomCall {
 
   Status Execute(const std::vector<void*>& operands, const std::vector<void*>& results,
                  const ExecuteContext& context) const override {
-    return WithoutExceptions([&]() -> Status {
-      Status status = Run(operands, results, context);
-      return status.ok() ? status : Named(status);
-    });
+    return RunNamed(operands, results, context, /*is_native=*/false);
+  }
+
+  bool takes_native_buffers() const override { return handler_.takes_native_buffers; }
+
+  Status ExecuteNative(const std::vector<void*>& operands, const std::vector<void*>& results,
+                       const ExecuteContext& context) const override {
+    return RunNamed(operands, results, context, /*is_native=*/true);
   }
 
  private:
@@ -275,17 +284,28 @@ class FfiCall final : public CustomCall {
     return RunStage(XLA_FFI_INSTANTIATE, context, call);
   }
 
+  Status RunNamed(const std::vector<void*>& operands, const std::vector<void*>& results,
+                  const ExecuteContext& context, bool is_native) const {
+    return WithoutExceptions([&]() -> Status {
+      Status status = Run(operands, results, context, is_native);
+      return status.ok() ? status : Named(status);
+    });
+  }
+
   Status Run(const std::vector<void*>& operands, const std::vector<void*>& results,
-             const ExecuteContext& execution) const {
+             const ExecuteContext& execution, bool is_native) const {
     XLA_FFI_CallFrameWithFuture call = EmptyFrame(*attributes_);
+    XLA_FFI_Extension native = {sizeof(native), kJfmExtensionNativeBuffers, nullptr};
+    if (is_native) call.frame.extensions = &native;
     const size_t count = operands_.size() + results_.size();
     SmallArray<XLA_FFI_Buffer> buffers(count);
     SmallArray<void*> pointers(count);
-    Status status = operands_.Fill(operands, buffers.get(), pointers.get(), &call.frame.arguments);
+    Status status =
+        operands_.Fill(operands, is_native, buffers.get(), pointers.get(), &call.frame.arguments);
     if (!status.ok()) return status;
     const size_t first = operands_.size();
-    status =
-        results_.Fill(results, buffers.get() + first, pointers.get() + first, &call.frame.results);
+    status = results_.Fill(results, is_native, buffers.get() + first, pointers.get() + first,
+                           &call.frame.results);
     if (!status.ok()) return status;
 
     State prepared;

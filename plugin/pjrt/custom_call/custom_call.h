@@ -1,5 +1,5 @@
 // Calls one typed FFI handler for one call site of a loaded program: we are XLA here.
-// Host memory only; who owns the buffers, and when to call, is the executor's affair.
+// Who owns the buffers, and when to call, is the executor's affair.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,13 @@ class CustomCall {
   // code and "FFI handler <target>: [<stage>] <its message>". No exceptions.
   virtual Status Execute(const std::vector<void*>& operands, const std::vector<void*>& results,
                          const ExecuteContext& context) const = 0;
+
+  // The same with objects of the device (plugin/ffi/native_buffers.h) instead of addresses,
+  // null for empty arrays. Only of handlers that take them.
+  virtual bool takes_native_buffers() const = 0;
+  virtual Status ExecuteNative(const std::vector<void*>& operands,
+                               const std::vector<void*>& results,
+                               const ExecuteContext& context) const = 0;
 };
 
 }  // namespace jfm::pjrt

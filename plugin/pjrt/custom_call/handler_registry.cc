@@ -5,6 +5,7 @@
 #include <shared_mutex>
 #include <utility>
 
+#include "plugin/ffi/native_buffers.h"
 #include "plugin/pjrt/custom_call/ffi_abi.h"
 #include "plugin/pjrt/custom_call/runtime.h"
 
@@ -32,8 +33,14 @@ bool SameFunctions(const HandlerStages& a, const HandlerStages& b) {
          a.execute == b.execute;
 }
 
+struct Answer {
+  int32_t minor = 0;
+  bool takes_native_buffers = false;
+};
+
 // XLA's question before the first call: with which version of the API were you compiled?
-Result<int32_t> AskForMinor(void* function) {
+// And ours behind it, where XLA's own handlers do not look.
+Result<Answer> Ask(void* function) {
   struct {
     XLA_FFI_MetadataWithState metadata;
     char room[64];  // for what newer versions may write behind it
@@ -41,9 +48,11 @@ Result<int32_t> AskForMinor(void* function) {
   XLA_FFI_Metadata& metadata = answer.metadata.metadata;
   metadata.struct_size = XLA_FFI_SIZE(XLA_FFI_Metadata, traits);
   metadata.api_version = {XLA_FFI_SIZE(XLA_FFI_Version, minor), nullptr, -1, -1};
-  XLA_FFI_MetadataExtension extension = {
-      {XLA_FFI_SIZE(XLA_FFI_MetadataExtension, metadata), kXlaFfiExtensionMetadata, nullptr},
-      &metadata};
+  JfmCapabilitiesExtension capabilities = {
+      {sizeof(capabilities), kJfmExtensionCapabilities, nullptr}, 0};
+  XLA_FFI_MetadataExtension extension = {{XLA_FFI_SIZE(XLA_FFI_MetadataExtension, metadata),
+                                          kXlaFfiExtensionMetadata, &capabilities.base},
+                                         &metadata};
   XLA_FFI_CallFrameWithFuture call = {};
   call.frame.struct_size = XLA_FFI_SIZE(XLA_FFI_CallFrame, attributes);
   call.frame.extensions = &extension.base;
@@ -63,7 +72,7 @@ Result<int32_t> AskForMinor(void* function) {
                            " of XLA's FFI headers; the known ones are 0.1 to 0." +
                            std::to_string(kXlaFfiNewestMinor));
   }
-  return version.minor;
+  return Answer{version.minor, capabilities.takes_native_buffers != 0};
 }
 
 Status Refused(const std::string& name, const Status& status) {
@@ -88,9 +97,11 @@ Status RegisterHandler(const std::string& name, const HandlerStages& stages) {
   void* const functions[] = {stages.instantiate, stages.prepare, stages.initialize, stages.execute};
   for (int stage = XLA_FFI_INSTANTIATE; stage <= XLA_FFI_EXECUTE; ++stage) {
     if (functions[stage] == nullptr) continue;
-    const Result<int32_t> minor = AskForMinor(functions[stage]);
-    if (!minor.ok()) return Refused(name, minor.status());
-    handler.functions[stage] = {functions[stage], *minor};
+    const Result<Answer> answer = Ask(functions[stage]);
+    if (!answer.ok()) return Refused(name, answer.status());
+    handler.functions[stage] = {functions[stage], answer->minor};
+    // The last one asked is the execute stage.
+    handler.takes_native_buffers = answer->takes_native_buffers;
   }
   Registry& registry = GetRegistry();
   std::unique_lock<std::shared_mutex> lock(registry.mutex);

@@ -34,6 +34,8 @@ struct Handler {
   std::string name;
   HandlerStages stages;                            // as registered
   HandlerFunction functions[XLA_FFI_EXECUTE + 1];  // by XLA_FFI_Stage
+  // Its execute stage understands plugin/ffi/native_buffers.h.
+  bool takes_native_buffers = false;
 };
 
 // Asks every stage for its metadata, as XLA does. Errors name the target: no execute

@@ -80,6 +80,16 @@ extern "C" JFM_EXPORT int jfm_test_execute(const Call* call, const Addresses* op
   return error->Set(call->call->Execute(operands->Vector(), results->Vector(), execute));
 }
 
+extern "C" JFM_EXPORT int jfm_test_takes_native(const Call* call) {
+  return call->call->takes_native_buffers();
+}
+
+// With objects of the device, which only the handler looks at.
+extern "C" JFM_EXPORT int jfm_test_execute_native(const Call* call, const Addresses* operands,
+                                                  const Addresses* results, const Error* error) {
+  return error->Set(call->call->ExecuteNative(operands->Vector(), results->Vector(), {}));
+}
+
 // Nanoseconds per execution.
 extern "C" JFM_EXPORT double jfm_test_time(const Call* call, const Addresses* operands,
                                            const Addresses* results, int repeats) {

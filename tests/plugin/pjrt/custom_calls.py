@@ -234,6 +234,20 @@ class Call:
             ctypes.byref(context),
         )
 
+    def takes_native(self) -> bool:
+        """Whether the handler takes objects of the device."""
+        return bool(runtime().jfm_test_takes_native(self.handle))
+
+    def execute_native(
+        self, operands: Sequence[int | None], results: Sequence[int | None]
+    ) -> None:
+        """Executes it with such objects, which are numbers here."""
+        lists = [
+            _Addresses((ctypes.c_void_p * len(data))(*data), len(data))
+            for data in (operands, results)
+        ]
+        check(runtime().jfm_test_execute_native, self.handle, *map(ctypes.byref, lists))
+
     def time(
         self,
         operands: Sequence[np.ndarray],

@@ -542,3 +542,50 @@ def test_overhead_is_small():
     times = [site.time(operands, operands[:2], 20_000) for _ in range(5)]
     # Measured: 0.1 µs. The limit allows for a busy machine.
     assert 0 < min(times) < 2000
+
+
+# -- Objects of the device -----------------------------------------------------------
+
+
+def last_native_call(handlers) -> tuple[bool, list[int | None]]:
+    data, count = (ctypes.c_void_p * 8)(), ctypes.c_int64()
+    is_native = handlers.NativeLastCall(data, ctypes.byref(count))
+    return bool(is_native), list(data)[: count.value]
+
+
+def test_objects_of_the_device_reach_handlers_that_take_them():
+    handlers = custom_calls.handlers()
+    custom_calls.register("TakesNative", handlers.TakesNative)
+    x, empty = np.zeros(3, np.float32), np.zeros((0, 4), np.float32)
+    site = Call("TakesNative", [x, empty], [x, empty])
+    assert site.takes_native()
+    before = handlers.NativeStages()
+    site.execute_native([0x1230, None], [0x4560, None])
+    # No other memory stands in for that of empty arrays.
+    assert last_native_call(handlers) == (True, [0x1230, None, 0x4560, None])
+    assert handlers.NativeStages() == before + 1
+    # The same handler with addresses.
+    site([x, empty], [x, empty])
+    is_native, data = last_native_call(handlers)
+    assert not is_native and data[0] == x.ctypes.data
+    with pytest.raises(CallError, match="result 0 has no memory"):
+        site.execute_native([0x1230, None], [None, None])
+
+
+def test_every_stage_gets_the_objects():
+    handlers = custom_calls.handlers()
+    stage = handlers.TakesNative
+    custom_calls.register("AllNative", stage, prepare=stage, initialize=stage)
+    x = np.zeros(3, np.float32)
+    before = handlers.NativeStages()
+    Call("AllNative", [x], [x]).execute_native([0x1230], [0x4560])
+    assert handlers.NativeStages() == before + 3
+
+
+def test_other_handlers_take_no_objects():
+    x = np.zeros(3, np.float32)
+    assert not Call("Scale", [x], [x], factor=np.float32(2)).takes_native()
+    # What counts is the execute stage.
+    handlers = custom_calls.handlers()
+    custom_calls.register("Halfway", handlers.Nothing, prepare=handlers.TakesNative)
+    assert not Call("Halfway", [], []).takes_native()

@@ -1,100 +1,75 @@
-// A PJRT host plugin for tests: it answers as jax-metal 0.1.1 does (API 0.47, no memories,
-// no attributes, an old StableHLO reader, device pointers that are handles), strictly, and
-// executes through the CPU plugin that JFM_MOCK_HOST_BACKEND names. Used behind our plugin
-// only: no jaxlib of today would take it directly.
+// A PJRT host plugin for tests: it answers as one of the Metal hosts does, and executes
+// through the CPU plugin that JFM_MOCK_HOST_BACKEND names. JFM_MOCK_HOST_KIND says which:
+// jax-metal (the default) is strict about programs too (API 0.47, an old StableHLO reader).
+// Used behind our plugin only: no jaxlib of today would take that one directly.
+//
+// JFM_FAKE_METAL_LIBRARY: jax-metal's device memory is objects of that library.
+// JFM_MOCK_HOST_FAULTS: wrong answers from the start, as mock_host_fault() takes them, each
+// good for one call, separated by commas. JFM_MOCK_HOST_DELAY_MS: see control.h.
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "plugin/pjrt/pjrt_api.h"
+#include "tests/plugin/pjrt/mock_host/backend.h"
+#include "tests/plugin/pjrt/mock_host/control.h"
+#include "tests/plugin/pjrt/mock_host/memory.h"
 
-using namespace jfm::pjrt;  // NOLINT: one file, about nothing else
-
+namespace mock {
 namespace {
 
-constexpr int kMinor = 47;
-// Its table ends with Client_TopologyDescription: a struct_size of 808 bytes.
-constexpr size_t kMockSlots = static_cast<size_t>(Slot::kClient_TopologyDescription) + 1;
-static_assert(kApiHeaderSize + kMockSlots * sizeof(PJRT_Function) == 808, "jax-metal's table");
+// -- Kinds ------------------------------------------------------------------------------
 
-constexpr int kInvalidArgument = 3;
-constexpr int kUnknown = 2;
-constexpr int kNotFound = 5;
-constexpr int kUnimplemented = 12;
-constexpr int kInternal = 13;
-
-const PJRT_Api* backend = nullptr;
-
-// -- Errors ---------------------------------------------------------------------------
-
-// No table of functions in front: whoever looks for one finds no address.
-struct MockError {
-  uint64_t not_an_address = 0x4d4f434b4d4f434b;
-  int32_t code;
-  std::string text;
+struct Kind {
+  const char* name;
+  const char* platform_name;
+  const char* platform_version;
+  int minor;
+  Pointers pointers;
+  std::vector<Slot> missing;        // null in the table
+  std::vector<Slot> unimplemented;  // there, and an error
 };
 
-PJRT_Error* Error(int code, std::string text) {
-  MockError* error = new MockError;
-  error->code = code;
-  error->text = std::move(text);
-  return reinterpret_cast<PJRT_Error*>(error);
-}
-PJRT_Error* Unsupported(const char* what) {
-  return Error(kUnimplemented, std::string(what) + " is not supported.");
-}
+// jax-metal's table ends with Client_TopologyDescription: a struct_size of 808 bytes.
+constexpr int kOldMinor = 47;
+constexpr size_t kOldSlots = static_cast<size_t>(Slot::kClient_TopologyDescription) + 1;
+static_assert(kApiHeaderSize + kOldSlots * sizeof(PJRT_Function) == 808, "jax-metal's table");
 
-// The backend's struct may be longer than the caller's, which is of this host's version.
-struct Padded {
-  explicit Padded(const void* args) {
-    std::memcpy(&size, args, sizeof(size));
-    std::memcpy(bytes, args, std::min(size, sizeof(bytes)));
-    const size_t padded = sizeof(bytes);
-    std::memcpy(bytes, &padded, sizeof(padded));
-    // What callers chain to arguments is for newer plugins.
-    std::memset(bytes + offsetof(PJRT_Error_Destroy_Args, extensions), 0, sizeof(void*));
-  }
-  void CopyBack(void* args) {
-    const size_t start = offsetof(PJRT_Error_Destroy_Args, error);
-    if (size > start) {
-      std::memcpy(static_cast<char*>(args) + start, bytes + start, size - start);
-    }
-  }
-  size_t size;
-  alignas(16) char bytes[256] = {};
-};
-
-PJRT_Error* CallBackend(Slot slot, void* args) {
-  Padded padded(args);
-  PJRT_Error* error = backend->slots[static_cast<size_t>(slot)](padded.bytes);
-  padded.CopyBack(args);
-  return error;
+// Names and versions as in the binaries of jax-metal 0.1.1, metal-pjrt-core 0.0.5 (whose
+// version is made at run time), metaljax 0.11.9 and jax-mps 0.11.1.
+const std::vector<Kind>& Kinds() {
+  static const auto& kinds = *new std::vector<Kind>{
+      {"jax-metal", "METAL", "metal_0.5.1", kOldMinor, Pointers::kHandles, {}, {}},
+      {"jax-graft", "mtl", "some version", 115, Pointers::kAddresses, {}, {}},
+      {"metaljax",
+       "metal",
+       "metaljax-native-p0",
+       115,
+       Pointers::kTemporaries,
+       {},
+       {Slot::kClient_CreateUninitializedBuffer, Slot::kClient_CreateAliasBuffer,
+        Slot::kClient_CreateErrorBuffer, Slot::kClient_CreateViewOfDeviceBuffer,
+        Slot::kExecutable_DeserializeAndLoad}},
+      {"jax-mps",
+       "mps",
+       "0.1.0",
+       114,
+       Pointers::kNull,
+       {Slot::kClient_CreateUninitializedBuffer, Slot::kClient_CreateAliasBuffer,
+        Slot::kClient_FulfillAliasBuffer, Slot::kClient_CreateViewOfDeviceBuffer},
+       {}},
+      // Nobody knows it.
+      {"opaque", "opaque", "1", 115, Pointers::kHandles, {}, {}},
+  };
+  return kinds;
 }
-
-PJRT_Error* TakeError(PJRT_Error* theirs) {
-  if (theirs == nullptr) return nullptr;
-  PJRT_Error_GetCode_Args code = {sizeof(code), nullptr, theirs, 0};
-  CallBackend(Slot::kError_GetCode, &code);
-  PJRT_Error_Message_Args message = {sizeof(message), nullptr, theirs, nullptr, 0};
-  CallBackend(Slot::kError_Message, &message);
-  PJRT_Error* error = Error(code.code, std::string(message.message, message.message_size));
-  PJRT_Error_Destroy_Args destroy = {sizeof(destroy), nullptr, theirs};
-  CallBackend(Slot::kError_Destroy, &destroy);
-  return error;
-}
-
-template <class Args>
-PJRT_Error* ToBackend(Args* args) {
-  return TakeError(CallBackend(Args::kSlot, args));
-}
+const Kind* kind = nullptr;
+bool IsOld() { return kind->minor == kOldMinor; }
 
 // As every plugin of that time checks: a longer struct is a newer caller's and fine.
 PJRT_Error* CheckSize(const void* args, size_t expected) {
@@ -127,27 +102,9 @@ PJRT_Error* ErrorGetCode(PJRT_Error_GetCode_Args* args) {
   args->code = reinterpret_cast<const MockError*>(args->error)->code;
   return nullptr;
 }
-
-struct EventCallback {
-  PJRT_EventCallback callback;
-  void* user_arg;
-};
-void RunEventCallback(PJRT_Error* theirs, void* arg) {
-  const EventCallback* wrapped = static_cast<EventCallback*>(arg);
-  wrapped->callback(TakeError(theirs), wrapped->user_arg);
-  delete wrapped;
-}
-PJRT_Error* EventOnReady(PJRT_Event_OnReady_Args* args) {
-  PJRT_Event_OnReady_Args own = *args;
-  own.callback = RunEventCallback;
-  own.user_arg = new EventCallback{args->callback, args->user_arg};
-  return ToBackend(&own);
-}
+PJRT_Error* ErrorForEachPayload(void*) { return nullptr; }
 
 // -- Client and devices ---------------------------------------------------------------
-
-const char kPlatformName[] = "METAL";
-const char kPlatformVersion[] = "0.1.1 (mock)";
 
 PJRT_Error* PluginAttributes(PJRT_Plugin_Attributes_Args* args) {
   args->attributes = nullptr;
@@ -173,18 +130,18 @@ PJRT_Error* ClientCreate(PJRT_Client_Create_Args* args) {
 }
 
 PJRT_Error* ClientPlatformName(PJRT_Client_PlatformName_Args* args) {
-  args->platform_name = kPlatformName;
-  args->platform_name_size = sizeof(kPlatformName) - 1;
+  args->platform_name = kind->platform_name;
+  args->platform_name_size = std::strlen(kind->platform_name);
   return nullptr;
 }
 PJRT_Error* TopologyPlatformName(PJRT_TopologyDescription_PlatformName_Args* args) {
-  args->platform_name = kPlatformName;
-  args->platform_name_size = sizeof(kPlatformName) - 1;
+  args->platform_name = kind->platform_name;
+  args->platform_name_size = std::strlen(kind->platform_name);
   return nullptr;
 }
 PJRT_Error* ClientPlatformVersion(PJRT_Client_PlatformVersion_Args* args) {
-  args->platform_version = kPlatformVersion;
-  args->platform_version_size = sizeof(kPlatformVersion) - 1;
+  args->platform_version = kind->platform_version;
+  args->platform_version_size = std::strlen(kind->platform_version);
   return nullptr;
 }
 
@@ -279,15 +236,21 @@ bool StartsWith(const std::string& text, const char* start) {
 // Custom calls that XLA's CPU backend or jaxlib know and jax-metal does not. What neither
 // knows, the backend refuses.
 bool IsForeignTarget(const std::string& name) {
-  static const char* const kTargets[] = {"SPMDFullToShardShape", "SPMDShardToFullShape",
-                                         "TopK", "PartialReduce", "mhlo.acos", "mhlo.asinh",
-                                         "mhlo.sinh", "mhlo.cosh", "mhlo.ragged_dot"};
+  static const char* const kTargets[] = {"SPMDFullToShardShape",
+                                         "SPMDShardToFullShape",
+                                         "TopK",
+                                         "PartialReduce",
+                                         "mhlo.acos",
+                                         "mhlo.asinh",
+                                         "mhlo.sinh",
+                                         "mhlo.cosh",
+                                         "mhlo.ragged_dot"};
   for (const char* target : kTargets) {
     if (name == target) return true;
   }
-  return (StartsWith(name, "lapack_") && name != "lapack_sgetrf") ||
-         StartsWith(name, "xla.sdy.") || StartsWith(name, "xla_ffi_") ||
-         StartsWith(name, "xla_python_") || StartsWith(name, "jax_flash_metal");
+  return (StartsWith(name, "lapack_") && name != "lapack_sgetrf") || StartsWith(name, "xla.sdy.") ||
+         StartsWith(name, "xla_ffi_") || StartsWith(name, "xla_python_") ||
+         StartsWith(name, "jax_flash_metal");
 }
 
 bool Contains(const std::vector<std::string>& strings, const char* string) {
@@ -318,14 +281,20 @@ PJRT_Error* ClientCompile(PJRT_Client_Compile_Args* args) {
   if (strings.empty()) return Error(kInvalidArgument, "mock host: no strings in the bytecode.");
   if (Contains(strings, "composite_v1")) return NotLegal("mhlo.composite");
   if (Contains(strings, "sdy")) {
-    return Error(kInvalidArgument, "dialect 'sdy' is unknown. If this is called for a bytecode "
-                                   "file, consider enabling unregistered dialects");
+    return Error(kInvalidArgument,
+                 "dialect 'sdy' is unknown. If this is called for a bytecode "
+                 "file, consider enabling unregistered dialects");
   }
   const bool has_custom_calls = Contains(strings, "custom_call_v1");
   if (has_custom_calls && std::any_of(strings.begin(), strings.end(), IsForeignTarget)) {
     return NotLegal("mhlo.custom_call");
   }
   PJRT_Error* error = ToBackend(args);
+  if (error == nullptr &&
+      (Contains(strings, "tf.aliasing_output") || Contains(strings, "jax.buffer_donor"))) {
+    std::lock_guard<std::mutex> lock(memory.mutex);
+    memory.overwriting.insert(args->executable);
+  }
   if (error == nullptr || !has_custom_calls) return error;
   const int code = reinterpret_cast<MockError*>(error)->code;
   if (code != kNotFound && code != kUnimplemented) return error;
@@ -344,6 +313,7 @@ PJRT_Error* Execute(PJRT_LoadedExecutable_Execute_Args* args) {
   if (PJRT_Error* error = CheckSize(args->options, offsetof(PJRT_ExecuteOptions, context))) {
     return error;
   }
+  CheckViews(*args);
   Padded options(args->options);
   // What 0.47 does not know, it does not look at.
   std::memset(options.bytes + offsetof(PJRT_ExecuteOptions, context), 0,
@@ -361,91 +331,6 @@ PJRT_Error* IsOnCpu(PJRT_Buffer_IsOnCpu_Args* args) {
   return nullptr;
 }
 
-// Handles stand for device memory as id<MTLBuffer> does: odd numbers, no addresses.
-struct Handles {
-  std::mutex mutex;
-  uintptr_t next = 0x6d74'0001;
-  std::map<PJRT_Buffer*, uintptr_t> of_buffer;
-  std::map<uintptr_t, void*> addresses;
-};
-Handles& TheHandles() {
-  static Handles* handles = new Handles;  // never destroyed: callbacks may come late
-  return *handles;
-}
-
-PJRT_Error* HandleOf(PJRT_Buffer* buffer, uintptr_t* handle) {
-  PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args args = {};
-  args.struct_size = sizeof(args);
-  args.buffer = buffer;
-  if (PJRT_Error* error = ToBackend(&args)) return error;
-  Handles& handles = TheHandles();
-  std::lock_guard<std::mutex> lock(handles.mutex);
-  uintptr_t& known = handles.of_buffer[buffer];
-  if (known == 0) {
-    known = handles.next;
-    handles.next += 2;
-  }
-  handles.addresses[known] = args.device_memory_ptr;
-  *handle = known;
-  return nullptr;
-}
-PJRT_Error* UnsafePointer(PJRT_Buffer_UnsafePointer_Args* args) {
-  return HandleOf(args->buffer, &args->buffer_pointer);
-}
-PJRT_Error* OpaquePointer(PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args* args) {
-  uintptr_t handle = 0;
-  PJRT_Error* error = HandleOf(args->buffer, &handle);
-  args->device_memory_ptr = reinterpret_cast<void*>(handle);
-  return error;
-}
-
-struct DeleteCallback {
-  void (*callback)(void*, void*);
-  void* handle;
-  void* user_arg;
-};
-void RunDeleteCallback(void*, void* arg) {
-  const DeleteCallback* wrapped = static_cast<DeleteCallback*>(arg);
-  if (wrapped->callback != nullptr) wrapped->callback(wrapped->handle, wrapped->user_arg);
-  delete wrapped;
-}
-PJRT_Error* CreateView(PJRT_Client_CreateViewOfDeviceBuffer_Args* args) {
-  if (args->stream != 0) return Error(kInternal, "mock host: no stream has this handle.");
-  void* address = nullptr;
-  {
-    Handles& handles = TheHandles();
-    std::lock_guard<std::mutex> lock(handles.mutex);
-    auto found = handles.addresses.find(reinterpret_cast<uintptr_t>(args->device_buffer_ptr));
-    if (found == handles.addresses.end()) {
-      return Error(kInternal, "mock host: a view of what is no device buffer; Apple's crashes.");
-    }
-    address = found->second;
-  }
-  PJRT_Client_CreateViewOfDeviceBuffer_Args own = *args;
-  own.struct_size = sizeof(own);
-  own.device_buffer_ptr = address;
-  own.memory = nullptr;
-  own.on_delete_callback = RunDeleteCallback;
-  own.on_delete_callback_arg = new DeleteCallback{args->on_delete_callback, args->device_buffer_ptr,
-                                                  args->on_delete_callback_arg};
-  PJRT_Error* error = ToBackend(&own);
-  args->buffer = own.buffer;
-  return error;
-}
-
-PJRT_Error* BufferDestroy(PJRT_Buffer_Destroy_Args* args) {
-  {
-    Handles& handles = TheHandles();
-    std::lock_guard<std::mutex> lock(handles.mutex);
-    auto found = handles.of_buffer.find(args->buffer);
-    if (found != handles.of_buffer.end()) {
-      handles.addresses.erase(found->second);
-      handles.of_buffer.erase(found);
-    }
-  }
-  return ToBackend(args);
-}
-
 PJRT_Error* FromHostBuffer(PJRT_Client_BufferFromHostBuffer_Args* args) {
   if (PJRT_Error* error = CheckSize(args, sizeof(*args))) return error;
   if (args->memory != nullptr) return ForeignMemory(args);
@@ -461,6 +346,8 @@ PJRT_Error* CopyToDevice(void*) {
                "CopyToDevice cannot accept the same source and destination devices");
 }
 
+PJRT_Error* OnDeviceSize(void*) { return Unsupported("GetOnDeviceSizeInBytes"); }
+
 // -- The table ------------------------------------------------------------------------
 
 template <class Args>
@@ -471,31 +358,30 @@ void Set(PJRT_Api* api, Slot slot, PJRT_Function function) {
   api->slots[static_cast<size_t>(slot)] = function;
 }
 
+PJRT_Error* NotSupported(void*) { return Unsupported("This function"); }
+
 template <int... kSlots>
 void ForwardAll(PJRT_Api* api, std::integer_sequence<int, kSlots...>) {
-  ((api->slots[kSlots] = Forward<kSlots>), ...);
+  const size_t count = (backend->struct_size - kApiHeaderSize) / sizeof(PJRT_Function);
+  const auto forward = [&](size_t slot, PJRT_Function function) {
+    if (slot < count && backend->slots[slot] != nullptr) api->slots[slot] = function;
+  };
+  (forward(kSlots, Forward<kSlots>), ...);
 }
 
-void FillIn(PJRT_Api* api) {
-  ForwardAll(api, std::make_integer_sequence<int, static_cast<int>(kMockSlots)>());
-  Set(api, ErrorDestroy);
-  Set(api, ErrorMessage);
-  Set(api, ErrorGetCode);
-  Set(api, EventOnReady);
+// What jax-metal 0.1.1 has not, or has in its own way.
+void MakeOld(PJRT_Api* api) {
+  std::fill(api->slots + kOldSlots, api->slots + kNumSlots, nullptr);
   Set(api, PluginAttributes);
-  Set(api, ClientCreate);
-  Set(api, ClientPlatformName);
-  Set(api, TopologyPlatformName);
-  Set(api, ClientPlatformVersion);
   Set(api, ClientMemories);
   Set(api, DeviceMemories);
   Set(api, Slot::kDevice_DefaultMemory, DefaultMemory);
   Set(api, Slot::kBuffer_Memory, BufferMemory);
   Set(api, Slot::kExecutable_OutputMemoryKinds, OutputMemoryKinds);
   Set(api, Slot::kDevice_MemoryStats, MemoryStats);
-  for (Slot slot : {Slot::kMemory_Id, Slot::kMemory_Kind, Slot::kMemory_DebugString,
-                    Slot::kMemory_ToString, Slot::kMemory_AddressableByDevices,
-                    Slot::kBuffer_CopyToMemory}) {
+  for (Slot slot :
+       {Slot::kMemory_Id, Slot::kMemory_Kind, Slot::kMemory_DebugString, Slot::kMemory_ToString,
+        Slot::kMemory_AddressableByDevices, Slot::kBuffer_CopyToMemory}) {
     Set(api, slot, ForeignMemory);
   }
   Set(api, ClientCompile);
@@ -504,42 +390,98 @@ void FillIn(PJRT_Api* api) {
   Set(api, Slot::kExecutable_DeserializeAndLoad, Deserialize);
   Set(api, Slot::kExecutable_GetCostAnalysis, CostAnalysis);
   Set(api, Slot::kExecutable_OptimizedProgram, OptimizedProgram);
+  Set(api, Slot::kBuffer_OnDeviceSizeInBytes, OnDeviceSize);
   Set(api, Execute);
-  Set(api, IsOnCpu);
-  Set(api, UnsafePointer);
-  Set(api, OpaquePointer);
-  Set(api, CreateView);
-  Set(api, BufferDestroy);
   Set(api, FromHostBuffer);
   Set(api, Slot::kBuffer_CopyToDevice, CopyToDevice);
 }
 
-const PJRT_Api* LoadBackend() {
+void FillInTable(PJRT_Api* api) {
+  constexpr auto kAll = std::make_integer_sequence<int, static_cast<int>(kNumSlots)>();
+  ForwardAll(api, kAll);
+  Set(api, ErrorDestroy);
+  Set(api, ErrorMessage);
+  Set(api, ErrorGetCode);
+  Set(api, Slot::kError_ForEachPayload, ErrorForEachPayload);
+  Set(api, EventIsReady);
+  Set(api, EventAwait);
+  Set(api, EventDestroy);
+  Set(api, EventOnReady);
+  Set(api, ClientCreate);
+  Set(api, ClientPlatformName);
+  Set(api, TopologyPlatformName);
+  Set(api, ClientPlatformVersion);
+  Set(api, IsOnCpu);
+  Set(api, ReadyEvent);
+  Set(api, ToHostBuffer);
+  Set(api, UnsafePointer);
+  Set(api, OpaquePointer);
+  Set(api, IncreaseReferences);
+  Set(api, DecreaseReferences);
+  Set(api, CreateView);
+  Set(api, BufferDestroy);
+  Set(api, BufferDelete);
+  for (Slot slot : kind->missing) Set(api, slot, nullptr);
+  for (Slot slot : kind->unimplemented) Set(api, slot, NotSupported);
+  if (IsOld()) MakeOld(api);
+  WatchAll(api, kAll);
+}
+
+bool LoadBackend() {
   const char* path = std::getenv("JFM_MOCK_HOST_BACKEND");
   void* library = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
   using GetApi = const PJRT_Api* (*)();
-  const GetApi get_api =
-      library ? reinterpret_cast<GetApi>(dlsym(library, "GetPjrtApi")) : nullptr;
+  const GetApi get_api = library ? reinterpret_cast<GetApi>(dlsym(library, "GetPjrtApi")) : nullptr;
   if (get_api == nullptr) {
     std::fprintf(stderr, "mock host: JFM_MOCK_HOST_BACKEND names no PJRT plugin: %s\n",
                  path ? path : "(unset)");
-    return nullptr;
+    return false;
   }
-  return get_api();
+  backend = get_api();
+  return backend != nullptr;
+}
+
+bool ReadSettings() {
+  const char* name = std::getenv("JFM_MOCK_HOST_KIND");
+  for (const Kind& row : Kinds()) {
+    if (std::strcmp(row.name, name == nullptr ? "jax-metal" : name) == 0) kind = &row;
+  }
+  if (kind == nullptr) {
+    std::fprintf(stderr, "mock host: JFM_MOCK_HOST_KIND is unknown: %s\n", name);
+    return false;
+  }
+  pointers = kind->pointers;
+  const char* fake_metal = std::getenv("JFM_FAKE_METAL_LIBRARY");
+  if (IsOld() && fake_metal != nullptr) {
+    if (!LoadFakeMetal(fake_metal)) return false;
+    pointers = Pointers::kObjects;
+  }
+  if (const char* delay = std::getenv("JFM_MOCK_HOST_DELAY_MS")) delay_ms = std::atoi(delay);
+  const char* faults = std::getenv("JFM_MOCK_HOST_FAULTS");
+  std::string rest = faults == nullptr ? "" : faults;
+  while (!rest.empty()) {
+    const size_t comma = std::min(rest.find(','), rest.size());
+    if (!Arm(rest.substr(0, comma), 0, 1)) return false;
+    rest.erase(0, comma + 1);
+  }
+  return true;
 }
 
 }  // namespace
+}  // namespace mock
 
-extern "C" __attribute__((visibility("default"))) const PJRT_Api* GetPjrtApi() {
-  static const PJRT_Api* const mock = []() -> const PJRT_Api* {
-    backend = LoadBackend();
-    if (backend == nullptr) return nullptr;
+JFM_MOCK_EXPORT const jfm::pjrt::PJRT_Api* GetPjrtApi() {
+  using namespace mock;
+  static const PJRT_Api* const table = []() -> const PJRT_Api* {
+    if (!ReadSettings() || !LoadBackend()) return nullptr;
     static PJRT_Api api = {};
-    api.struct_size = kApiHeaderSize + kMockSlots * sizeof(PJRT_Function);
+    const size_t slots = IsOld() ? kOldSlots : kNumSlots;
+    api.struct_size =
+        std::min(kApiHeaderSize + slots * sizeof(PJRT_Function), backend->struct_size);
     api.version.struct_size = sizeof(api.version);
-    api.version.minor = kMinor;
-    FillIn(&api);
+    api.version.minor = std::min(kind->minor, backend->version.minor);
+    FillInTable(&api);
     return &api;
   }();
-  return mock;
+  return table;
 }
