@@ -130,7 +130,7 @@ def flash_attention(
       dropout_key: A JAX key; needed when dropout_rate > 0. The bit of an element
         depends only on the key and its indices.
       return_logsumexp: Also return logsumexp.
-      implementation: "metal": the Metal kernels (on platform cpu the software Metal
+      implementation: "metal": the Metal kernels (on Linux, on the software Metal
         device). "xla": the reference, O(T * S) memory, the only one with forward-mode
         derivatives. None: the kernels where they are for production use and cover the
         call, else the reference; `explain` tells.

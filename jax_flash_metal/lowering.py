@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,19 +31,27 @@ class KernelPlatform:
     Attributes:
       device: What runs the kernels there, for messages.
       by_default: Whether a call that names no implementation takes the kernels.
+      unless_asked: Why it does not, as a clause.
     """
 
     device: str
     by_default: bool
+    unless_asked: str = ""
 
+
+if sys.platform == "darwin":
+    _DEVICE = "Apple's GPU"
+    _UNLESS_ASKED = "which platform 'flash_metal' takes by default"
+else:
+    _DEVICE = "the software Metal device"
+    _UNLESS_ASKED = "which is for development"
 
 # Another platform with our handlers is another row.
 KERNEL_PLATFORMS: dict[str, KernelPlatform] = {
-    "cpu": KernelPlatform("the software Metal device", by_default=False),
+    "cpu": KernelPlatform(_DEVICE, by_default=False, unless_asked=_UNLESS_ASKED),
     # Ours, see pjrt.py: the user asked for it by name.
     "flash_metal": KernelPlatform(
-        "the software Metal device, everything around them on the host plugin",
-        by_default=True,
+        f"{_DEVICE}, everything around them on the host plugin", by_default=True
     ),
 }
 
@@ -102,7 +111,7 @@ def _lower(
     """`platform` None: whatever the program is lowered for."""
     if platform is None:
         platform = "/".join(lowering_platforms(ctx))
-    if takes_kernels(config, platform):
+    if takes_kernels(config, platform) and _are_proven(target, ctx.avals_in, config):
         # Here and not at import: `import jax_flash_metal` must stay light.
         from jax_flash_metal.platforms import ensure_registered
 
@@ -110,3 +119,27 @@ def _lower(
         return ffi.ffi_lowering(target)(ctx, *operands, **attributes(config))
     lower = mlir.lower_fun(fallback, multiple_results=True)
     return lower(ctx, *operands, config=config)
+
+
+def _are_proven(target: str, avals: Sequence[Any], config: AttentionConfig) -> bool:
+    """Whether the kernels of the call compute the right numbers on this machine.
+
+    Warns if not.
+
+    Raises:
+      NotImplementedError: They do not, and are demanded.
+    """
+    from jax_flash_metal import kernel_proof
+    from jax_flash_metal.attention_library import CallShape
+
+    shape = CallShape.of(*avals[:3])
+    reason = kernel_proof.objection(shape, backward=target == BACKWARD_TARGET)
+    if reason is None:
+        return True
+    if config.implementation == "metal":
+        raise NotImplementedError(
+            f"implementation='metal' cannot run this call: {reason}. "
+            f"{kernel_proof.WHAT_TO_DO} implementation=None or 'xla' runs everywhere."
+        )
+    kernel_proof.warn(reason)
+    return False

@@ -1,13 +1,15 @@
 """The native library: finds it, loads it, registers its handlers with JAX.
 
 Done when a program with our custom calls is first lowered, not on import. Knows the
-library's C symbols; knows nothing of attention.
+library's C symbols and the folder of its caches; knows nothing of attention.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import sys
 from pathlib import Path
 
 from jax_flash_metal import _jax_compat
@@ -18,21 +20,30 @@ from jax_flash_metal.lowering import (
     KERNEL_PLATFORMS,
 )
 
-LIBRARY = Path(__file__).parent / "_native" / "libjax_flash_metal.so"
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+LIBRARY = Path(__file__).parent / "_native" / f"libjax_flash_metal{_SUFFIX}"
 # JFM_ABI_VERSION of plugin/c_api/c_api.h.
-ABI_VERSION = 1
+ABI_VERSION = 2
+
+
+# Where compiled kernels and their proofs are kept between processes.
+CACHE_SETTING = "JAX_FLASH_METAL_CACHE"
 
 
 class LibraryError(RuntimeError):
     """The native library is missing, cannot be loaded, or is of another release."""
 
 
-def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
+def load_library(path: Path | None = None) -> ctypes.CDLL:
     """Loads the native library and checks that it belongs to this package.
+
+    Args:
+      path: None: LIBRARY, as it is when this is called.
 
     Raises:
       LibraryError: It is missing, cannot be loaded, or is of another release.
     """
+    path = path or LIBRARY
     if not path.is_file():
         raise LibraryError(
             f"the native library {path} is missing: this installation has no Metal "
@@ -52,7 +63,29 @@ def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
             f"but this package is version {__version__} with ABI {ABI_VERSION}: "
             "rebuild it (`make build`) or reinstall jax-flash-metal."
         )
+    folder = cache_folder()
+    if folder is not None:
+        library.jfm_set_cache_folder(ctypes.c_char_p(os.fsencode(folder)))
     return library
+
+
+def cache_folder() -> Path | None:
+    """The folder of the setting, else of the system's caches; it need not exist.
+
+    None where there is none: then nothing is kept between processes.
+    """
+    setting = os.environ.get(CACHE_SETTING, "")
+    if setting:
+        return Path(setting).expanduser().absolute()
+    try:
+        if sys.platform == "darwin":
+            caches = Path.home() / "Library" / "Caches"
+        else:
+            named = os.environ.get("XDG_CACHE_HOME", "")
+            caches = Path(named) if named else Path.home() / ".cache"
+    except RuntimeError:  # nobody's home
+        return None
+    return caches.absolute() / "jax-flash-metal"
 
 
 @functools.cache

@@ -1,24 +1,16 @@
 """Kernel, or the reason why not: the one decision about what a call runs.
 
-Reads what kernels exist from the variant table (metal_kernels/variants.toml), which the
-kernels' instantiation and the native planner read too.
+What kernels exist says the variant table (variant_table.py); which of them work on this
+machine says their proof (kernel_proof.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
-from pathlib import Path
-from typing import Any
 
 from jax_flash_metal.config import AttentionConfig, AttentionOperands
 from jax_flash_metal.lowering import KERNEL_PLATFORMS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from jax_flash_metal.variant_table import max_head_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,35 +97,33 @@ def explain(
     if row is None:
         reason = f"platform {platform!r} has no Metal kernels."
         return Explanation("unsupported" if forced else "xla", reason)
-    if forced or row.by_default:
-        return Explanation("metal", f"the kernels run on {row.device}.")
-    return Explanation(
-        "xla",
-        f"on platform {platform!r} the kernels run on {row.device}, which is for "
-        "development; implementation='metal' takes it.",
-    )
+    if not forced and not row.by_default:
+        return Explanation(
+            "xla",
+            f"on platform {platform!r} the kernels run on {row.device}, "
+            f"{row.unless_asked}; implementation='metal' takes it.",
+        )
+    forward, backward = _objections(operands)
+    if forward is not None:
+        return Explanation("unsupported" if forced else "xla", f"{forward}.")
+    reason = f"the kernels run on {row.device}."
+    if backward is not None:
+        fate = "is unsupported" if forced else "takes the reference"
+        reason += f" The gradient {fate}: {backward}."
+    return Explanation("metal", reason)
 
 
-@functools.cache
-def max_head_dims() -> dict[str, int]:
-    """Largest head_dim per dtype name that every kernel of the table covers."""
-    limits: dict[str, dict[str, int]] = {}
-    for row in _variant_table():
-        for dtype in row["dtypes"]:
-            kernels = limits.setdefault(dtype, {})
-            kernels[row["kernel"]] = max(row["head_dim"], kernels.get(row["kernel"], 0))
-    return {dtype: min(kernels.values()) for dtype, kernels in limits.items()}
+def _objections(operands: AttentionOperands) -> tuple[str | None, str | None]:
+    """Why the forward and the backward kernels must not be used on this machine."""
+    # Here and not at import: they load the native library.
+    from jax_flash_metal import kernel_proof, platforms
+    from jax_flash_metal.attention_library import CallShape
 
-
-def _variant_table() -> list[dict[str, Any]]:
-    # In a wheel the kernels are inside the package, in a source tree beside it.
-    package = Path(__file__).parent
-    candidates = [p / "metal_kernels/variants.toml" for p in (package, package.parent)]
-    for path in candidates:
-        if path.is_file():
-            variants: list[dict[str, Any]] = tomllib.loads(path.read_text())["variant"]
-            return variants
-    raise RuntimeError(
-        "The table of kernel variants is missing: expected it at "
-        f"{' or '.join(str(p) for p in candidates)}; reinstall jax-flash-metal."
-    )
+    shape = CallShape.of(*operands[:3])
+    try:
+        return (
+            kernel_proof.objection(shape, backward=False),
+            kernel_proof.objection(shape, backward=True),
+        )
+    except platforms.LibraryError as error:
+        return str(error).rstrip("."), None

@@ -1,6 +1,7 @@
 """Settings of every test: JAX on the CPU by default, our own warnings are errors."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,14 +14,30 @@ try:
     os.environ.setdefault("JAX_PLATFORMS", "cpu,flash_metal")
 except hosts.HostError:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The proofs of the tree's kernels are kept, but not where a user's are.
+os.environ.setdefault(
+    "JAX_FLASH_METAL_CACHE", str(Path(__file__).parents[1] / "build" / "test_cache")
+)
 # Before NumPy is: BLAS threads of every worker would fight for the same cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Where a device must be there, as on a Mac that runs the tests: a skip is an error.
+REQUIRE_DEVICE = os.environ.get("JAX_FLASH_METAL_REQUIRE_DEVICE", "") not in ("", "0")
 
 pytest_plugins = ["tests.support.variant_coverage"]
 
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error:::jax_flash_metal")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if REQUIRE_DEVICE and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"JAX_FLASH_METAL_REQUIRE_DEVICE forbids {report.longrepr}"
+    return report
 
 
 @pytest.fixture

@@ -37,9 +37,10 @@ def test_broken_library(tmp_path: Path) -> None:
 def test_library_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platforms, "__version__", "9.9.9")
     assert message_of(platforms.LIBRARY) == (
-        f"the native library {platforms.LIBRARY} is version {__version__} with ABI 1, "
-        "but this package is version 9.9.9 with ABI 1: rebuild it (`make build`) or "
-        "reinstall jax-flash-metal."
+        f"the native library {platforms.LIBRARY} is version {__version__} with ABI "
+        f"{platforms.ABI_VERSION}, but this package is version 9.9.9 with ABI "
+        f"{platforms.ABI_VERSION}: rebuild it (`make build`) or reinstall "
+        "jax-flash-metal."
     )
 
 

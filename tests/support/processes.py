@@ -23,7 +23,7 @@ def run_python(
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JAX_", "XLA_", "TF_", "PJRT_"))
-        or name == "JAX_FLASH_METAL_BUILD_CACHE"
+        or name in ("JAX_FLASH_METAL_BUILD_CACHE", "JAX_FLASH_METAL_CACHE")
     }
     environment |= {k: v for k, v in settings.items() if v is not None}
     return subprocess.run(

@@ -7,10 +7,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "jax_flash_metal"
 
-# From the public functions down. `platforms` is imported by `lowering` when a program
-# with custom calls is lowered, and reads its table of platforms.
+# From the public functions down. `platforms` and `kernel_proof` are imported by
+# `lowering` when a program with custom calls is lowered; they read its table.
 LAYERS = [
-    ("__init__", "__main__", "cli"),
+    ("__init__", "__main__"),
+    ("doctor",),
+    ("doctor_checks",),
+    ("doctor_report",),
     ("flax",),
     ("api",),
     ("checks", "support", "autodiff"),
@@ -21,9 +24,12 @@ LAYERS = [
     ("program_graph",),
     ("call_records", "compile_options"),
     ("stablehlo",),
+    ("kernel_proof",),
+    ("kernel_cases",),
     ("platforms",),
     ("lowering",),
     ("reference",),
+    ("attention_library", "variant_table", "benchmark_shapes"),
     ("config", "hosts", "plan", "_jax_compat", "_version"),
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

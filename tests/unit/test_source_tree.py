@@ -15,7 +15,11 @@ COMMON = {"plugin/status.h", "plugin/c_boundary.h"}
 ALLOWED = {
     "plugin/ffi": ("plugin/attention", "plugin/device"),
     "plugin/c_api": ("plugin/attention", "plugin/device"),
-    "plugin/attention": ("plugin/device", "metal_kernels"),
+    "plugin/pjrt": (
+        *("plugin/ffi/xla_ffi.h", "plugin/ffi/native_buffers.h"),
+        *("plugin/device/device.h", "plugin/device/default_device.h"),
+    ),
+    "plugin/attention": ("plugin/device/device.h", "metal_kernels"),
     "plugin/device": (),
     "metal_kernels": (),
 }

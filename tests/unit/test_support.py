@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash_metal
-from jax_flash_metal import api, support
+from jax_flash_metal import api, variant_table
 from tests.unit.test_error_messages import B, H, K, N, S, T
 
 TABLE = Path(__file__).parents[2] / "metal_kernels" / "variants.toml"
@@ -27,8 +27,8 @@ def qkv(head_dim=H, dtype=jnp.float32):
 
 
 def test_limits_are_those_of_the_table():
-    rows = support.tomllib.loads(TABLE.read_text())["variant"]
-    for dtype, limit in support.max_head_dims().items():
+    rows = variant_table.tomllib.loads(TABLE.read_text())["variant"]
+    for dtype, limit in variant_table.max_head_dims().items():
         for kernel in {row["kernel"] for row in rows}:
             assert any(
                 row["kernel"] == kernel
@@ -36,7 +36,7 @@ def test_limits_are_those_of_the_table():
                 and dtype in row["dtypes"]
                 for row in rows
             )
-    assert support.max_head_dims() == {
+    assert variant_table.max_head_dims() == {
         "float32": 256,
         "float16": 256,
         "bfloat16": 256,

@@ -1,0 +1,545 @@
+"""The checks of `doctor` that load native code, in processes that it starts for them.
+
+    python -m jax_flash_metal.doctor_checks SECTION EVENTS OPTIONS
+
+Writes what it is at and what it found into the file EVENTS, a JSON object per line, so
+that a crash loses nothing and cannot take `doctor` with it. OPTIONS are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax_flash_metal.doctor_report import HOW_TO_REPORT, Check, Status, sentence
+
+# Importing JAX is the first thing that may fail.
+if TYPE_CHECKING:
+    from jax_flash_metal.config import Implementation
+
+REINSTALL = "To reinstall: pip install --force-reinstall --no-deps jax-flash-metal."
+
+
+class Events:
+    """The file that doctor.py reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+        self._started = time.monotonic()
+
+    def progress(self, text: str, **more: Any) -> None:
+        """What is being done now: for the screen, and for the message after a crash."""
+        self._write({"progress": text, **more})
+
+    def check(self, check: Check) -> None:
+        """A finished check; its time is that since the last one."""
+        now = time.monotonic()
+        check.seconds, self._started = round(now - self._started, 3), now
+        self._write({"check": vars(check)})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=self._file, flush=True)
+
+
+@contextlib.contextmanager
+def _failing(events: Events, name: str) -> Iterator[None]:
+    """Makes an error a failed check."""
+    try:
+        yield
+    # The one place that must survive anything: an error here is what the user needs.
+    except Exception as error:
+        events.check(
+            Check(
+                name,
+                "fail",
+                f"{sentence(f'{type(error).__name__}: {error}')} {HOW_TO_REPORT}",
+                facts={"traceback": traceback.format_exc()},
+            )
+        )
+
+
+# -- Library, device, kernels ----------------------------------------------------------
+
+
+def check_kernels(events: Events, options: dict[str, Any]) -> None:
+    """JAX, the native library, its device, every kernel compiled and tested."""
+    events.progress("importing JAX")
+    try:
+        import jax
+
+        from jax_flash_metal import platforms
+    except Exception as error:
+        message = (
+            f"JAX cannot be imported: {type(error).__name__}: {error}; install jax and "
+            "jaxlib of one version: pip install --upgrade jax jaxlib."
+        )
+        facts = {"traceback": traceback.format_exc()}
+        events.check(Check("jax", "fail", message, facts=facts))
+        return
+    events.check(Check("jax", "ok", f"JAX {jax.__version__} can be imported."))
+
+    from jax_flash_metal.attention_library import AttentionError, AttentionLibrary
+
+    events.progress("loading the native library")
+    try:
+        library = AttentionLibrary(platforms.load_library())
+    except platforms.LibraryError as error:
+        message = f"{sentence(str(error))} {REINSTALL} {HOW_TO_REPORT}"
+        events.check(Check("library", "fail", message))
+        return
+    digest = library.kernel_digest()
+    facts = {
+        "path": str(platforms.LIBRARY),
+        "kernels": digest,
+        "cache_folder": str(platforms.cache_folder()),
+    }
+    message = f"{platforms.LIBRARY.name} is of this package; kernels {digest[:12]}."
+    events.check(Check("library", "ok", message, facts=facts))
+
+    events.progress("opening the device")
+    try:
+        device = library.device_facts()
+    except AttentionError as error:
+        why = sentence(f"the kernels have no device to run on: {error}")
+        message = f"{why} {HOW_TO_REPORT}"
+        events.check(Check("device", "fail", message))
+        return
+    events.check(Check("device", "ok", _describe(device), facts=dict(device)))
+    with _failing(events, "self-test"):
+        _check_every_kernel(events, library, options.get("crashes", {}))
+
+
+def _describe(device: dict[str, str]) -> str:
+    known = [device.get("name", ""), device.get("family", "")]
+    if int(device.get("num_cores", "0")):
+        cores = "GPU cores" if device["device"] == "apple" else "threads"
+        known.append(f"{device['num_cores']} {cores}")
+    if int(device.get("memory_limit_bytes", "0")):
+        known.append(f"{int(device['memory_limit_bytes']) / 2**30:.1f} GiB")
+    text = ", ".join(part for part in known if part)
+    if device["device"] == "software":
+        return f"{text}: a correctness tool, it shows nothing of a GPU's speed."
+    return f"{text}; {device.get('system', '')}."
+
+
+def _check_every_kernel(events: Events, library: Any, crashes: dict[str, str]) -> None:
+    """`crashes`: how earlier processes ended, by the number of their last case."""
+    from jax_flash_metal import kernel_cases, kernel_proof
+    from jax_flash_metal.attention_library import AttentionError
+    from jax_flash_metal.kernel_cases import KernelCase, Verdict
+    from jax_flash_metal.variant_table import variants
+
+    cases = [
+        KernelCase(dtype, head_dim, is_short, is_aligned, backward)
+        for dtype, head_dim in sorted({(v.dtype, v.head_dim) for v in variants()})
+        for is_short in (False, True)
+        for is_aligned in (False, True)
+        for backward in (False, True)
+    ]
+    compile_ms: dict[str, float] = {}
+    verdicts: dict[str, Verdict] = {}
+
+    def add(name: str, verdict: Verdict) -> None:
+        verdicts[name] = max(verdicts.get(name, verdict), verdict, key=_badness)
+
+    for number, case in enumerate(cases):
+        try:
+            names = case.kernels(library)
+        except AttentionError:
+            continue  # the table has no row of a kernel of this pass for it
+        if str(number) in crashes:
+            for name in names:
+                add(name, Verdict(None, f"its test {crashes[str(number)]}"))
+            continue
+        doing = f"testing {', '.join(names)} (case {number + 1} of {len(cases)})"
+        events.progress(doing, case=number)
+        started = time.perf_counter()
+        with contextlib.suppress(AttentionError):  # the run below says it again
+            library.compile(case.problem(), case.backward)
+        # A pass compiles its kernels together.
+        share = 1e3 * (time.perf_counter() - started) / len(names)
+        for name in names:
+            compile_ms[name] = compile_ms.get(name, 0) + share
+        for name, verdict in kernel_cases.check(library, case).items():
+            add(name, verdict)
+
+    # From now on programs go by this.
+    kernel_proof.replace(verdicts)
+    unjudged = Verdict(None, "it could not be tested, for other kernels failed")
+    rows = []
+    for v in variants():
+        verdict = verdicts.get(v.host_name, unjudged)
+        rows.append(
+            {
+                "name": v.host_name,
+                "kernel": v.kernel,
+                "compile_ms": round(compile_ms.get(v.host_name, 0), 3),
+                "error": verdict.error,
+                "failure": verdict.failure,
+            }
+        )
+    facts = {"cases": len(cases), "compile_ms": round(sum(compile_ms.values()))}
+    events.check(_judged(rows, facts))
+
+
+def _judged(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Check:
+    wrong = [row for row in rows if row["failure"] is not None]
+    if wrong:
+        named = "; ".join(f"{row['name']}: {row['failure']}" for row in wrong[:3])
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        message = (
+            f"{len(wrong)} of {len(rows)} kernels fail and are disabled, calls take "
+            f"the reference instead: {named}{more}. {HOW_TO_REPORT}"
+        )
+        return Check("self-test", "fail", message, facts=facts, rows=rows)
+    largest = max(row["error"] for row in rows)
+    message = (
+        f"All {len(rows)} kernels compile ({facts['compile_ms'] / 1e3:.1f} s) and are "
+        f"right: the largest error is {largest:.2g} of what is allowed."
+    )
+    return Check("self-test", "ok", message, facts=facts, rows=rows)
+
+
+def _badness(verdict: Any) -> tuple[bool, float]:
+    error = math.inf if verdict.error is None else verdict.error
+    return verdict.failure is not None, error
+
+
+# -- The platform ----------------------------------------------------------------------
+
+
+def check_hand_over(events: Events, options: dict[str, Any]) -> None:
+    """Platform flash_metal starts; values pass host → kernels → host unchanged."""
+    events.progress("starting platform flash_metal")
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jax_flash_metal
+    from jax_flash_metal import pjrt
+    from jax_flash_metal.variant_table import max_head_dims
+
+    try:
+        devices = jax.devices("flash_metal")
+    except RuntimeError as error:
+        why = sentence(f"platform flash_metal does not start: {error}")
+        message = f"{why} {HOW_TO_REPORT}"
+        events.check(Check("hand-over", "fail", message))
+        return
+
+    @jax.jit
+    def round_trip(query: Any, key: Any, value: Any) -> Any:
+        # The host writes the operand just before the kernels read it, and reads the
+        # result just after. One key: the result is the value.
+        out = jax_flash_metal.flash_attention(
+            query, key, jnp.flip(value), implementation="metal"
+        )
+        return jnp.flip(out)
+
+    page = os.sysconf("SC_PAGE_SIZE")
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for dtype, shape in _round_trip_shapes(page, max_head_dims()):
+        batch, heads, width = shape
+        value = rng.standard_normal((batch, 1, heads, width)).astype(dtype)
+        small = jnp.ones((batch, 1, heads, 1), dtype)
+        name = f"{value.nbytes} bytes of {value.dtype}"
+        events.progress(f"handing over {name}")
+        started = time.perf_counter()
+        out = np.asarray(round_trip(small, small, jnp.asarray(value)))
+        seconds = time.perf_counter() - started
+        row = {"bytes": value.nbytes, "dtype": str(value.dtype), "shape": list(shape)}
+        different = int((out != value).sum()) if out.shape == value.shape else -1
+        rows.append(row | {"seconds": round(seconds, 4), "different": different})
+    host = pjrt.host_facts()
+    facts = {
+        "devices": [str(device) for device in devices],
+        "host": host,
+        "page_bytes": page,
+    }
+    how = host.get("handover", "")
+    wrong = [row for row in rows if row["different"]]
+    if wrong:
+        named = ", ".join(f"{row['bytes']} bytes of {row['dtype']}" for row in wrong)
+        message = (
+            "Values change on their way from the host plugin to the kernels and back: "
+            f"{named}. Results on platform flash_metal cannot be trusted; "
+            f"JAX_FLASH_METAL_HOST_BUFFERS=copy may help. {HOW_TO_REPORT}"
+        )
+        events.check(Check("hand-over", "fail", message, facts=facts, rows=rows))
+        return
+    message = (
+        f"{len(rows)} sizes up to {max(row['bytes'] for row in rows) / 2**20:.0f} MiB "
+        f"pass through host plugin and kernels unchanged{f' ({how})' if how else ''}."
+    )
+    events.check(Check("hand-over", "ok", message, facts=facts, rows=rows))
+
+
+def _round_trip_shapes(
+    page: int, limits: dict[str, int]
+) -> list[tuple[str, tuple[int, int, int]]]:
+    """dtype and (batch, heads, width): empty, tiny, odd, about a page, large."""
+    narrow = "float16" if "float16" in limits else "float32"
+    count = page // (2 if narrow == "float16" else 4)
+    return [
+        ("float32", (0, 1, 1)),
+        (narrow, (1, 1, 1)),
+        ("float32", (1, 1, 1)),
+        (narrow, (7, 3, 5)),
+        *((narrow, _factored(count + i, limits[narrow])) for i in (-1, 0, 1)),
+        ("float32", _factored(1 << 20, limits["float32"])),
+    ]
+
+
+def _factored(count: int, max_width: int) -> tuple[int, int, int]:
+    """`count` numbers with the widest heads that there are."""
+    width = max(w for w in range(1, max_width + 1) if count % w == 0)
+    return 1, count // width, width
+
+
+# -- Training --------------------------------------------------------------------------
+
+_STEPS = 3
+_LOSS_TOLERANCE = 1e-4
+_GRADIENT_TOLERANCE = 1e-3  # of the largest gradient
+
+
+def check_training(events: Events, options: dict[str, Any]) -> None:
+    """Steps of a one-layer transformer, with the kernels and with the reference."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jax_flash_metal
+    from jax_flash_metal.variant_table import max_head_dims
+
+    events.progress(f"training on platform {options['platform']}")
+    width, heads, kv_heads, vocabulary, length = 48, 4, 2, 61, 37
+    head_dim = min(20, max_head_dims()["float32"])
+
+    def initial() -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        sizes = {
+            "embed": (vocabulary, width),
+            "query": (width, heads, head_dim),
+            "key": (width, kv_heads, head_dim),
+            "value": (width, kv_heads, head_dim),
+            "out": (heads, head_dim, width),
+            "up": (width, 4 * width),
+            "down": (4 * width, width),
+        }
+        return {
+            name: jnp.asarray(
+                rng.standard_normal(size) / math.sqrt(size[0]), jnp.float32
+            )
+            for name, size in sizes.items()
+        }
+
+    def loss(params: Any, tokens: Any, implementation: Implementation) -> Any:
+        x = params["embed"][tokens[:, :-1]]
+        q, k, v = (
+            jnp.einsum("btw,wnh->btnh", x, params[name])
+            for name in ("query", "key", "value")
+        )
+        attended = jax_flash_metal.flash_attention(
+            q, k, v, is_causal=True, implementation=implementation
+        )
+        x = x + jnp.einsum("btnh,nhw->btw", attended, params["out"])
+        x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        log_probs = jax.nn.log_softmax(x @ params["embed"].T)
+        return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1).mean()
+
+    def train(implementation: Implementation) -> tuple[list[float], Any]:
+        step = jax.jit(
+            jax.value_and_grad(
+                lambda params, tokens: loss(params, tokens, implementation)
+            )
+        )
+        rng = np.random.default_rng(1)
+        params, losses, gradients = initial(), [], None
+        for _ in range(_STEPS):
+            tokens = jnp.asarray(rng.integers(0, vocabulary, (2, length)), jnp.int32)
+            value, gradients = step(params, tokens)
+            losses.append(float(value))
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return losses, jax.tree.map(np.asarray, gradients)
+
+    try:
+        losses, gradients = train("metal")
+    except NotImplementedError as error:
+        events.check(Check("training", "fail", sentence(str(error))))
+        return
+    expected_losses, expected_gradients = train("xla")
+    loss_error = max(abs(a - b) for a, b in zip(losses, expected_losses))
+    gradient_error = max(
+        float(np.abs(gradients[n] - e).max() / np.abs(e).max())
+        for n, e in expected_gradients.items()
+    )
+    facts = {
+        "platform": jax.default_backend(),
+        "losses": [str(x) for x in losses],  # NaN is no JSON
+        "expected_losses": [str(x) for x in expected_losses],
+    }
+    figures = (
+        f"{_STEPS} steps on platform {jax.default_backend()}: losses differ from those "
+        f"of implementation='xla' by {loss_error:.1e} (allowed {_LOSS_TOLERANCE:.0e}), "
+        f"gradients by {gradient_error:.1e} (allowed {_GRADIENT_TOLERANCE:.0e})."
+    )
+    # Written so that NaN fails.
+    right = loss_error <= _LOSS_TOLERANCE and gradient_error <= _GRADIENT_TOLERANCE
+    message = figures if right else f"{figures} {HOW_TO_REPORT}"
+    status: Status = "ok" if right else "fail"
+    events.check(Check("training", status, message, facts=facts))
+
+
+# -- Timing ----------------------------------------------------------------------------
+
+_MIN_ROUNDS, _MAX_ROUNDS = 4, 50
+# What the measurements of a row may take of what is left, at most.
+_ROW_SHARE = 0.1
+# Warming up compiles; then at least _MIN_ROUNDS of fused, unfused, and fused again.
+_CALLS_PER_ROW = 3 * _MIN_ROUNDS
+
+
+def check_timing(events: Events, options: dict[str, Any]) -> None:
+    """Fused against unfused, and fused against itself: what is only noise."""
+    import jax
+
+    from jax_flash_metal.benchmark_shapes import SHAPE_SETS
+
+    budget = float(options["time_budget"])
+    deadline = time.perf_counter() + budget
+    # Seconds per operation of the slowest row so far: what the next ones will take.
+    pace = 0.0
+    rows: list[dict[str, Any]] = []
+    skipped: list[str] = []
+    shapes = sorted(SHAPE_SETS[options["shapes"]], key=lambda s: s.operations)
+    for shape in shapes:
+        for pass_, factor in (("forward", 1.0), ("gradient", 3.5)):
+            left = deadline - time.perf_counter()
+            if pace * shape.operations * factor * _CALLS_PER_ROW > left or left <= 0:
+                skipped.append(f"{shape} {pass_}")
+                continue
+            events.progress(f"timing {shape} {pass_}")
+            row = _time_row(shape, pass_, left * _ROW_SHARE)
+            if "fused_ms" in row and shape.operations > 1e6:
+                seconds = max(row["fused_ms"], row["unfused_ms"]) / 1e3
+                pace = max(pace, seconds / (shape.operations * factor))
+            rows.append(row)
+    facts = {
+        "device": options["device"],
+        "platform": jax.default_backend(),
+        "time_budget": budget,
+        "not_timed": skipped,
+    }
+    failed = [row for row in rows if "failure" in row]
+    timed = len(rows) - len(failed)
+    message = f"{timed} of {2 * len(shapes)} rows timed within {budget:.0f} s"
+    if skipped:
+        message += f"; not timed: {_summary(skipped)} (--time-budget gives more)"
+    if failed:
+        first = failed[0]
+        message += f"; not possible: {first['shape']}: {first['failure']}"
+    status: Status = "ok" if timed else "warn"
+    events.check(Check("timing", status, f"{message}.", facts=facts, rows=rows))
+
+
+def _summary(skipped: list[str]) -> str:
+    return f"{skipped[0]} and {len(skipped) - 1} larger" if skipped[1:] else skipped[0]
+
+
+def _time_row(shape: Any, pass_: str, seconds: float) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jax_flash_metal
+
+    rng = np.random.default_rng(0)
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    operands = [
+        jnp.asarray(
+            rng.standard_normal((shape.batch_size, shape.length, n, shape.head_dim)),
+            jnp.float32,
+        )
+        for n in sizes
+    ]
+
+    def function(implementation: Implementation) -> Callable[[], None]:
+        def forward(query: Any, key: Any, value: Any) -> Any:
+            return jax_flash_metal.flash_attention(
+                query, key, value, implementation=implementation
+            )
+
+        def total(*operands: Any) -> Any:
+            return forward(*operands).sum()
+
+        called = forward if pass_ == "forward" else jax.grad(total, argnums=(0, 1, 2))
+        compiled = jax.jit(called)
+        return lambda: _wait(compiled(*operands))
+
+    row: dict[str, Any] = {"shape": str(shape), "pass": pass_}
+    try:
+        fused, unfused = function("metal"), function("xla")
+        for warm_up in (fused, unfused):
+            warm_up()
+    except Exception as error:  # such as out of memory: the other rows go on
+        return row | {"failure": f"{type(error).__name__}: {error}"}
+    once = _seconds(fused) * 2 + _seconds(unfused)
+    rounds = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(seconds / max(once, 1e-9))))
+    # In turn, so that whatever slows the machine down slows all of them down.
+    samples = [
+        (_seconds(fused), _seconds(unfused), _seconds(fused)) for _ in range(rounds)
+    ]
+    first, reference, second = (statistics.median(s) for s in zip(*samples))
+    fused_seconds = statistics.median([s for a, _, b in samples for s in (a, b)])
+    return row | {
+        "fused_ms": round(1e3 * fused_seconds, 4),
+        "unfused_ms": round(1e3 * reference, 4),
+        "ratio": round(reference / fused_seconds, 4),
+        "noise": round(abs(first - second) / fused_seconds, 4),
+        "rounds": rounds,
+    }
+
+
+def _wait(results: Any) -> None:
+    import jax
+
+    for leaf in jax.tree.leaves(results):
+        leaf.block_until_ready()
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+# --------------------------------------------------------------------------------------
+
+SECTIONS: dict[str, Callable[[Events, dict[str, Any]], None]] = {
+    "kernels": check_kernels,
+    "hand-over": check_hand_over,
+    "training": check_training,
+    "timing": check_timing,
+}
+
+
+def main() -> None:
+    section, path, options = sys.argv[1:]
+    events = Events(Path(path))
+    with _failing(events, section):
+        SECTIONS[section](events, json.loads(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Proof of each kernel at its first use: does it compute the right numbers here?
+
+Asked when a program is lowered and by `explain`, before a kernel is trusted. A kernel
+runs one tiny case (kernel_cases.py) against the definition; the verdict is kept in
+memory and in a file of the cache folder, per device, system, package version and text
+of the kernels. One that fails is not used: lowering takes the reference and warns.
+Uses no JAX: it runs inside JAX's lowering.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_flash_metal import kernel_cases, platforms
+from jax_flash_metal._version import __version__
+from jax_flash_metal.attention_library import (
+    AttentionError,
+    AttentionLibrary,
+    CallShape,
+    shape_problem,
+)
+from jax_flash_metal.kernel_cases import KernelCase, Verdict
+from jax_flash_metal.variant_table import row_head_dim
+
+_logger = logging.getLogger(__name__)
+
+WHAT_TO_DO = (
+    "Please run `python -m jax_flash_metal doctor --report report.txt`, which tests "
+    "the kernels again, and attach report.txt to an issue of jax-flash-metal."
+)
+
+
+class KernelWarning(UserWarning):
+    """Kernels are not used because they failed their proof, or there is no device."""
+
+
+def objection(shape: CallShape, backward: bool) -> str | None:
+    """Why a pass of a call must not take the kernels, as a clause; None: it may.
+
+    The first question about a kernel runs its proof.
+
+    Raises:
+      platforms.LibraryError: There is no library.
+    """
+    return _proofs().objection(shape, backward)
+
+
+def warn(reason: str) -> None:
+    """Warns of an objection, of each once per process."""
+    with _warned_lock:
+        if reason in _warned:
+            return
+        _warned.add(reason)
+    warnings.warn(
+        f"jax_flash_metal: {reason}. Calls that need it take the reference, which is "
+        f"right, but slower and with memory for q_len * kv_len scores. {WHAT_TO_DO}",
+        KernelWarning,
+        stacklevel=2,
+    )
+
+
+def replace(verdicts: Mapping[str, Verdict]) -> None:
+    """Takes new verdicts in place of what is known of these kernels, for `doctor`."""
+    _proofs().add(verdicts)
+
+
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+
+
+@functools.cache
+def _proofs() -> _Proofs:
+    return _Proofs(AttentionLibrary(platforms.load_library()))
+
+
+class _Proofs:
+    """The verdicts on the kernels of one library, on its device."""
+
+    def __init__(self, library: AttentionLibrary) -> None:
+        self._library = library
+        self._lock = threading.RLock()
+        self._verdicts: dict[str, Verdict] = {}
+        self._path: Path | None = None
+        self._no_device: str | None = None
+        try:
+            identity = _identity(library)
+        except AttentionError as error:
+            self._no_device = _clause(f"the kernels have no device to run on: {error}")
+            return
+        folder = platforms.cache_folder()
+        if folder is not None:
+            digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+            self._path = folder / "proofs" / f"{digest[:32]}.json"
+        self._identity = identity
+        self._verdicts = self._read()
+        if crashed := self._crashed():
+            self.add(crashed | self._verdicts)
+
+    def objection(self, shape: CallShape, backward: bool) -> str | None:
+        if self._no_device is not None:
+            return self._no_device
+        try:
+            names = self._library.kernels(shape_problem(shape), backward)
+        except AttentionError:
+            return None  # no fault of a kernel's: the call's own error says it better
+        with self._lock:
+            for name in dict.fromkeys(names):
+                if name not in self._verdicts:
+                    self._prove(name, shape, backward)
+                failure = self._verdicts[name].failure
+                if failure is not None:
+                    where = self._identity["name"]
+                    return _clause(
+                        f"the kernel {name} is disabled on {where}: {failure}"
+                    )
+        return None
+
+    def add(self, verdicts: Mapping[str, Verdict]) -> None:
+        with self._lock:
+            self._verdicts.update(verdicts)
+            self._write()
+
+    def _prove(self, name: str, shape: CallShape, backward: bool) -> None:
+        head_dim = max(shape.head_dim, shape.value_head_dim)
+        row = row_head_dim(shape.dtype, head_dim)
+        cases = [
+            KernelCase(shape.dtype, row, is_short, False, backward)
+            for is_short in (False, True)
+        ]
+        case = next(c for c in cases if name in c.kernels(self._library))
+        _logger.debug("proving %s by %s", name, case)
+        with self._leaving_a_mark(case.kernels(self._library)):
+            found = kernel_cases.check(self._library, case)
+        if name not in found:
+            others = "; ".join(f"{n}: {v.failure}" for n, v in found.items())
+            failure = f"it could not be tested, for another kernel failed: {others}"
+            found[name] = Verdict(None, failure, is_transient=True)
+        # A verdict that is there stays: another case gave it.
+        self.add(found | self._verdicts)
+
+    @contextlib.contextmanager
+    def _leaving_a_mark(self, names: Sequence[str]) -> Iterator[None]:
+        """Names what is being tested in a file, which stays if the process crashes.
+
+        Metal ends a process that misuses it; the next one must not run into the same.
+        """
+        mark = self._path and self._path.with_suffix(f".{os.getpid()}{_MARK}")
+        try:
+            if mark is not None:
+                with contextlib.suppress(OSError):
+                    mark.parent.mkdir(parents=True, exist_ok=True)
+                    mark.write_text("\n".join(names))
+            yield
+        finally:
+            if mark is not None:
+                with contextlib.suppress(OSError):
+                    mark.unlink()
+
+    def _crashed(self) -> dict[str, Verdict]:
+        """Verdicts on kernels whose test ended a process; takes the marks away."""
+        if self._path is None:
+            return {}
+        failure = (
+            "the process that tested it ended in the midst: it crashed or was killed"
+        )
+        found: dict[str, Verdict] = {}
+        for mark in self._path.parent.glob(f"{self._path.stem}.*{_MARK}"):
+            pid = mark.name.split(".")[-2]
+            try:
+                if not pid.isdigit() or _is_running(int(pid)):
+                    continue
+                names = mark.read_text().split()
+                mark.unlink()
+            except OSError:  # another process was faster
+                continue
+            found |= dict.fromkeys(names, Verdict(None, failure))
+        return found
+
+    def _read(self) -> dict[str, Verdict]:
+        """What other processes found; nothing if the file is not there or not ours."""
+        try:
+            text = self._path.read_text() if self._path else ""
+            content = json.loads(text) if text else {}
+            if content.get("identity") != self._identity:
+                return {}
+            return {
+                str(name): Verdict(fields["error"], fields["failure"])
+                for name, fields in content["verdicts"].items()
+            }
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            _logger.info("the proofs in %s cannot be read: %s", self._path, error)
+            return {}
+
+    def _write(self) -> None:
+        """Keeps the verdicts for other processes, if that is possible."""
+        if self._path is None:
+            return
+        kept = self._read() | {
+            name: verdict
+            for name, verdict in self._verdicts.items()
+            if not verdict.is_transient
+        }
+        verdicts = {
+            name: {"error": verdict.error, "failure": verdict.failure}
+            for name, verdict in sorted(kept.items())
+        }
+        content = {"identity": self._identity, "verdicts": verdicts}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Renamed into place: another process reads the old file or the new one.
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._path.parent, delete=False
+            ) as file:
+                json.dump(content, file, indent=1)
+            os.replace(file.name, self._path)
+        except OSError as error:
+            _logger.info("the proofs are not kept: %s", error)
+
+
+def _clause(text: str) -> str:
+    """Without the full stop that an error may end with."""
+    return text.rstrip(".")
+
+
+_MARK = ".running"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
+
+
+def _identity(library: AttentionLibrary) -> dict[str, Any]:
+    """What the verdicts hold for; raises AttentionError where there is no device."""
+    facts = library.device_facts()
+    file = platforms.LIBRARY.stat()
+    return {
+        **{key: facts.get(key) for key in ("device", "name", "family", "system")},
+        "package": __version__,
+        "kernels": library.kernel_digest(),
+        # A library that was built anew has the same version: of use to developers.
+        "library": [file.st_size, file.st_mtime_ns],
+    }

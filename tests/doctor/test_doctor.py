@@ -1,0 +1,328 @@
+"""`python -m jax_flash_metal doctor` as users call it, on all sorts of installs."""
+
+import json
+import os
+
+import pytest
+
+from jax_flash_metal import doctor, hosts, platforms
+from jax_flash_metal.variant_table import variants
+from tests.support.package_copy import PackageCopy, broken_kernels
+
+pytestmark = pytest.mark.xdist_group("doctor")
+
+NAMES = [
+    *("platform", "packages", "host plugin", "jax", "library", "device"),
+    *("self-test", "hand-over", "training", "timing"),
+]
+WITHOUT_TIMING = ("--time-budget", "0")
+
+try:
+    HAS_HOST = bool(hosts.find())
+except hosts.HostError:
+    HAS_HOST = False
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """(kernels, library) of a small table of variants, without bugs."""
+    return broken_kernels(tmp_path_factory.mktemp("small"), [])
+
+
+@pytest.fixture
+def copy(small, tmp_path):
+    """The package with these, to be edited."""
+    kernels, library = small
+    return PackageCopy(tmp_path / "site", kernels=kernels, library=library)
+
+
+def run(copy, *arguments, code, **settings):
+    """doctor --json: its checks by name, and what it says on stderr."""
+    done = copy.run("-m", "jax_flash_metal", "doctor", "--json", *arguments, **settings)
+    assert done.returncode == code, done.stdout + done.stderr
+    content = json.loads(done.stdout)
+    assert content["status"] == "fail" if code else content["status"] in ("ok", "warn")
+    return {check["name"]: check for check in content["checks"]}, done.stderr
+
+
+def test_this_installation(tmp_path):
+    """The whole package, every kernel; both outputs."""
+    kernels = None  # the tree's
+    copy = PackageCopy(tmp_path / "site", kernels=kernels, library=platforms.LIBRARY)
+    report = tmp_path / "report.txt"
+    done = copy.run(
+        *("-m", "jax_flash_metal", "doctor", "--time-budget", "2"),
+        *("--report", str(report)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "doctor" in done.stdout
+    assert done.stderr.startswith(
+        f"Everything that was tried works. The report is in {report}. ("
+    )
+    text = report.read_text()
+    assert text.startswith(f"jax-flash-metal {doctor.__version__} doctor")
+    check_schema(json.loads(text[text.index("{\n") :]))
+
+
+def check_schema(content):
+    """What docs/doctor.md promises to programs."""
+    assert set(content) == {
+        *("schema", "status", "package_version", "created", "command"),
+        *("checks", "seconds"),
+    }
+    assert content["schema"] == 1
+    assert content["status"] in ("ok", "warn")
+    assert [check["name"] for check in content["checks"]] == NAMES
+    for check in content["checks"]:
+        assert set(check) == {"name", "status", "message", "seconds", "facts", "rows"}
+        assert check["status"] in ("ok", "warn", "fail")
+        assert check["message"].endswith((".", ")"))
+        assert check["seconds"] >= 0
+    checks = {check["name"]: check for check in content["checks"]}
+    self_test = checks["self-test"]
+    assert {row["name"] for row in self_test["rows"]} == {
+        v.host_name for v in variants()
+    }
+    for row in self_test["rows"]:
+        assert set(row) == {"name", "kernel", "compile_ms", "error", "failure"}
+        assert row["failure"] is None
+        assert 0 <= row["error"] < 1
+        assert row["compile_ms"] >= 0
+    facts = checks["device"]["facts"]
+    assert {"device", "name", "family", "system", "num_cores"} <= set(facts)
+    timing = checks["timing"]
+    assert timing["rows"]
+    for row in timing["rows"]:
+        assert set(row) == {
+            *("shape", "pass", "fused_ms", "unfused_ms", "ratio", "noise", "rounds"),
+        }
+    assert len(timing["rows"]) + len(timing["facts"]["not_timed"]) == 34
+    if HAS_HOST:
+        sizes = [row["bytes"] for row in checks["hand-over"]["rows"]]
+        page = os.sysconf("SC_PAGE_SIZE")
+        assert {0, 2, page - 2, page, page + 2} <= set(sizes)
+        assert max(sizes) >= 4 << 20
+        assert not any(row["different"] for row in checks["hand-over"]["rows"])
+
+
+def test_small_table(copy):
+    # A terminal without Unicode.
+    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    checks, said = run(copy, *WITHOUT_TIMING, code=0, **ascii_only)
+    assert list(checks) == NAMES
+    assert checks["self-test"]["message"].startswith("All 8 kernels compile (")
+    assert checks["timing"]["message"] == "Not run: --time-budget is 0."
+    assert said.startswith("Everything that was tried works. (")
+    platform = "flash_metal" if HAS_HOST else "cpu"
+    assert checks["training"]["facts"]["platform"] == platform
+
+
+def test_shapes_without_a_kernel_are_named(copy):
+    """The small table ends at head_dim 32; nothing there has that."""
+    options = {"shapes": "small", "time_budget": 5, "device": "a device"}
+    (check,) = run_section(copy, "timing", "cpu", **options)
+    assert check["status"] == "warn"
+    assert "head_dim 64 is above 32" in check["message"]
+    assert len(check["rows"]) == 6
+    assert all("NotImplementedError" in row["failure"] for row in check["rows"])
+
+
+def test_no_host(copy):
+    copy.edit("hosts", "def find() -> Host:", "KNOWN_HOSTS = ()\n\ndef find() -> Host:")
+    checks, _ = run(copy, *WITHOUT_TIMING, code=0)
+    assert checks["host plugin"]["status"] == "warn"
+    assert checks["host plugin"]["message"].startswith(
+        "Platform flash_metal runs over a host plugin, and none is installed: "
+    )
+    assert checks["hand-over"]["status"] == "warn"
+    assert checks["hand-over"]["message"].startswith("Not run: ")
+    assert checks["training"]["status"] == "ok"
+    assert checks["training"]["facts"]["platform"] == "cpu"
+
+
+def test_a_named_host_that_is_not_there(copy):
+    setting = {"JAX_FLASH_METAL_HOST": "/no/such/plugin.so"}
+    checks, said = run(copy, *WITHOUT_TIMING, code=1, **setting)
+    assert checks["host plugin"]["status"] == "fail"
+    assert "/no/such/plugin.so" in checks["host plugin"]["message"]
+    assert said.startswith("FAILED: host plugin. ")
+
+
+@pytest.mark.skipif(not HAS_HOST, reason="it needs a host plugin")
+def test_a_host_that_does_not_start(copy, tmp_path):
+    """A shared library for this machine that is no PJRT plugin: our own C ABI's."""
+    setting = {"JAX_FLASH_METAL_HOST": str(platforms.LIBRARY)}
+    copy.edit("hosts", "    check_library(host.path)\n    return host\n",
+              "    return Host('none', Path('/dev/null'), {})\n")  # fmt: skip
+    checks, _ = run(copy, *WITHOUT_TIMING, code=1, **setting)
+    assert checks["hand-over"]["status"] == "fail"
+    assert checks["hand-over"]["message"].startswith(
+        "Platform flash_metal does not start: "
+    )
+    # The rest of the report comes from the other platform.
+    assert checks["training"]["facts"]["platform"] == "cpu"
+    assert checks["training"]["status"] == "ok"
+
+
+@pytest.mark.skipif(not HAS_HOST, reason="it needs a host plugin")
+def test_values_that_change_on_their_way(copy):
+    copy.edit("doctor_checks", "return jnp.flip(out)", "return jnp.flip(out) + 1e-2")
+    (check,) = run_section(copy, "hand-over", "flash_metal")
+    assert check["status"] == "fail"
+    # 4 bytes are there twice, 0 bytes cannot change.
+    assert check["message"].startswith(
+        "Values change on their way from the host plugin to the kernels and back: 4 "
+        "bytes of float32, 4 bytes of float32, 420 bytes of float32, "
+    )
+
+
+def test_a_training_step_that_differs(copy):
+    copy.edit("doctor_checks", "losses.append(float(value))",
+              "losses.append(value + 2e-4 * (implementation == 'metal'))")  # fmt: skip
+    (check,) = run_section(copy, "training", "cpu")
+    assert check["status"] == "fail"
+    assert "of implementation='xla' by 2.0e-04 (allowed 1e-04)" in check["message"]
+
+
+@pytest.mark.slow
+def test_gradients_that_differ(copy):
+    copy.edit("doctor_checks", "jax.tree.map(np.asarray, gradients)",
+              "{n: np.asarray(g) + np.nan for n, g in gradients.items()}")  # fmt: skip
+    (check,) = run_section(copy, "training", "cpu")
+    assert check["status"] == "fail"
+    assert "gradients by nan (allowed 1e-03)" in check["message"]
+
+
+def test_an_unexpected_error_of_a_section(copy):
+    copy.edit(
+        "doctor_checks", "    def initial() ->", "    1 / 0\n\n    def initial() ->"
+    )
+    (check,) = run_section(copy, "training", "cpu")
+    assert check["message"].startswith("ZeroDivisionError: division by zero")
+    assert "in check_training" in check["facts"]["traceback"]
+
+
+def run_section(copy, name, platform, **options):
+    """The checks of one section, run as doctor runs it."""
+    events = copy.folder / "events"
+    options = json.dumps({"platform": platform, **options})
+    arguments = ("-m", "jax_flash_metal.doctor_checks", name, str(events), options)
+    done = copy.run(*arguments, JAX_PLATFORMS=f"{platform},cpu")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    return [line["check"] for line in lines if "check" in line]
+
+
+def test_no_library(small, tmp_path):
+    copy = PackageCopy(tmp_path / "site", kernels=small[0], library=None)
+    checks, said = run(copy, code=1)
+    assert checks["library"]["status"] == "fail"
+    assert "is missing" in checks["library"]["message"]
+    assert "pip install --force-reinstall" in checks["library"]["message"]
+    for name in ("hand-over", "training", "timing"):
+        assert checks[name]["message"].startswith("Not run: ")
+    assert said.startswith("FAILED: library. Please attach the report")
+    assert (copy.folder / doctor.DEFAULT_REPORT).is_file()
+
+
+def test_a_broken_library(small, tmp_path):
+    wrong = tmp_path / platforms.LIBRARY.name
+    wrong.write_bytes(b"\x7fELF but no more")
+    copy = PackageCopy(tmp_path / "site", kernels=small[0], library=wrong)
+    checks, _ = run(copy, code=1)
+    assert checks["library"]["message"].startswith("Cannot load the native library: ")
+
+
+def test_no_jax(copy):
+    """A folder that is called jax and is not."""
+    (copy.folder / "jax").mkdir()
+    (copy.folder / "jax" / "__init__.py").write_text("raise ImportError('broken jax')")
+    checks, _ = run(copy, code=1)
+    assert checks["jax"]["status"] == "fail"
+    assert checks["jax"]["message"].startswith(
+        "JAX cannot be imported: ImportError: broken jax; install jax and jaxlib "
+    )
+
+
+def test_no_device(copy):
+    copy.edit(
+        "attention_library",
+        '"""What is known of the device that calls run on.',
+        '"""…"""\n        raise AttentionError(5, "no Metal device: none.")\n'
+        '        """',
+    )
+    checks, _ = run(copy, code=1)
+    assert checks["device"]["status"] == "fail"
+    assert checks["device"]["message"].startswith(
+        "The kernels have no device to run on: no Metal device: none. Please attach "
+    )
+
+
+@pytest.mark.parametrize(
+    ("crash", "how"),
+    [
+        ("os.abort()", "crashed (SIGABRT)"),
+        ("os.kill(os.getpid(), 11)", "crashed (SIGSEGV)"),
+        ("os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_a_crash_of_a_section(copy, crash, how):
+    """The kernels' process dies in the midst: what was found before stays."""
+    copy.edit(
+        "doctor_checks",
+        'events.progress("opening the device")',
+        'events.progress("opening the device")\n'
+        f'    print("a last word", flush=True); {crash}',
+    )
+    checks, said = run(copy, code=1)
+    assert checks["library"]["status"] == "ok"
+    device = checks["device"]
+    assert device["status"] == "fail"
+    assert device["message"].startswith(f"The process {how} while opening the device. ")
+    assert device["facts"]["output"] == "a last word\n"
+    assert said.startswith("FAILED: device. ")
+
+
+def test_kernels_that_crash(copy):
+    """They are named, the others are tested, and programs do without them."""
+    copy.edit(
+        "kernel_cases",
+        "    names = case.kernels(library)\n    try:\n",
+        "    names = case.kernels(library)\n"
+        "    if case.backward and not case.is_short: import os; os.abort()\n"
+        "    try:\n",
+    )
+    checks, said = run(copy, *WITHOUT_TIMING, code=1)
+    assert [name for name in checks if name != "self-test"] == [
+        name for name in NAMES if name != "self-test"
+    ]
+    self_test = checks["self-test"]
+    assert "kernels fail and are disabled" in self_test["message"]
+    failures = {row["kernel"]: row["failure"] for row in self_test["rows"]}
+    crashed = ("attention_delta", "attention_backward_dq", "attention_backward_dkv")
+    for kernel, failure in failures.items():
+        expected = "its test crashed (SIGABRT)" if kernel in crashed else None
+        assert failure == expected
+    first = self_test["facts"]["crashes"][0]
+    assert first["doing"].startswith("testing attention_delta_float32_")
+    assert (
+        "is disabled on software Metal device: its test crashed (SIGABRT)"
+        in (checks["training"]["message"])
+    )
+    assert said.startswith("FAILED: self-test, ")
+
+
+def test_a_crash_of_the_training(copy):
+    """The other sections still run."""
+    copy.edit(
+        "doctor_checks",
+        "    def initial() ->",
+        "    os.abort()\n\n    def initial() ->",
+    )
+    checks, _ = run(copy, *WITHOUT_TIMING, code=1)
+    assert list(checks) == NAMES
+    assert checks["training"]["status"] == "fail"
+    assert (
+        "crashed (SIGABRT) while training on platform"
+        in (checks["training"]["message"])
+    )
