@@ -50,10 +50,11 @@ struct Plan {
 };
 
 // No launch has much more work than this: a GPU that also draws the screen must not be busy
-// with one for long, and the system ends what takes seconds. 5e11 operations are 0.2 s at
-// the peak of the slowest chip, the 7-core M1 (2.3 TFLOP/s); with kernels that reach a
-// third of it, 0.7 s. Process-wide; 0 sets the default again. For tests and slow devices.
-constexpr double kDefaultMaxLaunchWork = 5e11;
+// with one for long, and the system ends what takes seconds. 1e11 operations are 0.04 s at
+// the peak of the slowest chip, the 7-core M1 (2.3 TFLOP/s), and 0.3 s at 15 % of it; beside
+// that a launch costs nothing. Process-wide; 0 sets the default again. For tests and slow
+// devices.
+constexpr double kDefaultMaxLaunchWork = 1e11;
 void SetMaxLaunchWork(double operations);
 
 Result<Plan> PlanForward(const AttentionProblem& problem);

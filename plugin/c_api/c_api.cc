@@ -1,10 +1,12 @@
 // Turns the C structs into a HostProblem and a Status into a code with text.
 #include "plugin/c_api/c_api.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "plugin/attention/host_problem.h"
 #include "plugin/attention/planner.h"
@@ -101,23 +103,39 @@ int Do(const Pass& pass, bool only_compile, const JfmAttentionProblem* problem, 
   return static_cast<int>(status.code());
 }
 
+Result<Plan> MakePlan(bool backward, const JfmAttentionProblem* problem) {
+  if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
+  Result<HostProblem> host = Decode(*problem, backward ? kBackwardPass : kForwardPass);
+  if (!host.ok()) return host.status();
+  return backward ? PlanBackward(host->problem) : PlanForward(host->problem);
+}
+
 int NameKernels(bool backward, const JfmAttentionProblem* problem, char* text,
                 size_t text_size) noexcept {
-  std::string names;
+  std::string lines;
   const Status status = WithoutExceptions([&]() -> Status {
-    if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
-    Result<HostProblem> host = Decode(*problem, backward ? kBackwardPass : kForwardPass);
-    if (!host.ok()) return host.status();
-    const AttentionProblem& decoded = host->problem;
-    Result<Plan> plan = backward ? PlanBackward(decoded) : PlanForward(decoded);
+    Result<Plan> plan = MakePlan(backward, problem);
     if (!plan.ok()) return plan.status();
+    std::vector<std::string> names;  // few, however many launches there are
     for (const Launch& launch : plan->launches) {
-      names += std::string(launch.variant->host_name) + "\n";
+      const std::string name = launch.variant->host_name;
+      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
+    for (const std::string& name : names) lines += name + "\n";
     return {};
   });
-  CopyText(status.ok() ? names : status.message(), text, text_size);
+  CopyText(status.ok() ? lines : status.message(), text, text_size);
   return static_cast<int>(status.code());
+}
+
+int64_t CountLaunches(bool backward, const JfmAttentionProblem* problem) noexcept {
+  int64_t count = -1;
+  (void)WithoutExceptions([&]() -> Status {
+    Result<Plan> plan = MakePlan(backward, problem);
+    if (plan.ok()) count = static_cast<int64_t>(plan->launches.size());
+    return {};
+  });
+  return count;
 }
 
 int DescribeDevice(char* text, size_t text_size) noexcept {
@@ -167,6 +185,10 @@ JFM_EXPORT int jfm_attention_backward(const JfmAttentionProblem* problem, char* 
 JFM_EXPORT int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
                                      size_t text_size) {
   return jfm::NameKernels(backward != 0, problem, text, text_size);
+}
+
+JFM_EXPORT int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int backward) {
+  return jfm::CountLaunches(backward != 0, problem);
 }
 
 JFM_EXPORT int jfm_attention_compile(const JfmAttentionProblem* problem, int backward, char* error,

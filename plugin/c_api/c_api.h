@@ -51,10 +51,14 @@ int jfm_abi_version(void);
 int jfm_attention_forward(const JfmAttentionProblem* problem, char* error, size_t error_size);
 int jfm_attention_backward(const JfmAttentionProblem* problem, char* error, size_t error_size);
 
-// The kernels that the forward or backward pass would launch, a name per line in order.
-// Runs nothing. On an error `text` holds the message; cut to text_size like `error`.
+// The kernels that the forward or backward pass would launch, each once, a name per line in
+// the order of their first launch. Runs nothing. On an error `text` holds the message; cut to
+// text_size like `error`.
 int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
                           size_t text_size);
+
+// How many launches the pass would make; -1 where jfm_attention_kernels has an error.
+int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int backward);
 
 // Gets the pipelines that the pass needs, compiled, and runs nothing. Errors as above.
 int jfm_attention_compile(const JfmAttentionProblem* problem, int backward, char* error,

@@ -39,7 +39,7 @@ def _num_launches(inputs, options):
     operands = dict(zip(native.FORWARD_OPERANDS, inputs.operands))
     problem = native.make_problem(operands, **options)
     native.attach_results(problem, operands, native.FORWARD_RESULTS)
-    return len(native.kernels(problem, False))
+    return native.num_launches(problem, False)
 
 
 def _forward_work(case):
@@ -88,3 +88,22 @@ def test_causal_work_is_what_is_visible(set_max_work):
 def test_the_default_cuts_nothing_small():
     case = cases.Case("uncut", batch=(2,), q_len=512, kv_len=512)
     assert _num_launches(make_inputs(case), case.options) == 1
+
+
+def test_every_kernel_is_named_once_however_often_it_is_launched(set_max_work):
+    """The proof of the kernels goes by the names: none may be lost among the others."""
+    case = cases.Case("named", batch=(2,), q_len=128, kv_len=128)
+    inputs = make_inputs(case)
+    values = (*inputs.operands, *(2 * (inputs.dout, inputs.dlogsumexp)))
+    operands = dict(zip(native.BACKWARD_OPERANDS, values))
+    problem = native.make_problem(operands, **case.options)
+    native.attach_results(problem, operands, native.BACKWARD_RESULTS)
+    names = native.kernels(problem, True)
+    assert len(names) == 3
+    set_max_work(1)
+    assert native.num_launches(problem, True) > 100
+    assert native.kernels(problem, True) == names
+
+
+def test_launches_of_a_bad_problem():
+    assert native.num_launches(native.Problem(q_len=-1), False) == -1

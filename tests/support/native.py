@@ -81,5 +81,12 @@ def call(function: str, problem: Problem, library: ctypes.CDLL | None = None) ->
 def kernels(
     problem: Problem, backward: bool, library: ctypes.CDLL | None = None
 ) -> list[str]:
-    """Names of the kernels that a pass launches, in order."""
+    """Names of the kernels that a pass launches, each once, in order."""
     return AttentionLibrary(library or load()).kernels(problem, backward)
+
+
+def num_launches(problem: Problem, backward: bool) -> int:
+    """Launches of a pass."""
+    function = load().jfm_attention_num_launches
+    function.restype = ctypes.c_int64
+    return function(ctypes.byref(problem), backward)
