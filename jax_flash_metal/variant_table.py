@@ -1,6 +1,7 @@
 """The table of kernel variants (metal_kernels/variants.toml) as Python reads it.
 
-The kernels' instantiation and the native planner are made from the same file.
+The kernels' instantiation and the native planner are made from the same file by
+plugin/kernel_sources.py, which checks it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+# Its columns of numbers.
+SIZES = ("head_dim", "block_q", "block_kv", "num_simdgroups")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +54,8 @@ def variants() -> tuple[Variant, ...]:
     for path in candidates:
         if path.is_file():
             rows = tomllib.loads(path.read_text())["variant"]
-            sizes = ("head_dim", "block_q", "block_kv", "num_simdgroups")
             return tuple(
-                Variant(row["kernel"], dtype, *(row[size] for size in sizes))
+                Variant(row["kernel"], dtype, *(row[size] for size in SIZES))
                 for row in rows
                 for dtype in row["dtypes"]
             )

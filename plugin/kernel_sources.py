@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_flash_metal import variant_table
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -37,23 +39,10 @@ class BuildError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
-    """One kernel instantiation: a row of variants.toml with one of its dtypes."""
+class Variant(variant_table.Variant):
+    """A row of the table with one of its dtypes, and what its kernel is made of."""
 
-    kernel: str
     source: str
-    dtype: str
-    head_dim: int
-    block_q: int
-    block_kv: int
-    num_simdgroups: int
-
-    @property
-    def host_name(self) -> str:
-        return (
-            f"{self.kernel}_{self.dtype}_d{self.head_dim}"
-            f"_q{self.block_q}_k{self.block_kv}_s{self.num_simdgroups}"
-        )
 
     def table_line(self) -> str:
         """The row as C++, for the planner's table."""
@@ -74,9 +63,6 @@ class Variant:
             f'template [[host_name("{self.host_name}")]] [[kernel]] '
             f"decltype({instance}) {instance};\n"
         )
-
-
-_SIZES = ("head_dim", "block_q", "block_kv", "num_simdgroups")
 
 
 def load_variants(kernel_dir: Path = KERNEL_DIR) -> list[Variant]:
@@ -109,14 +95,14 @@ def load_variants(kernel_dir: Path = KERNEL_DIR) -> list[Variant]:
 
 
 def _parse_row(row: dict[str, Any], where: str) -> list[Variant]:
-    unknown = set(row) - {"kernel", "source", "dtypes", *_SIZES}
-    missing = {"kernel", "dtypes", *_SIZES} - set(row)
+    unknown = set(row) - {"kernel", "source", "dtypes", *variant_table.SIZES}
+    missing = {"kernel", "dtypes", *variant_table.SIZES} - set(row)
     if unknown or missing:
         raise BuildError(
             f"{where}: missing fields {sorted(missing)}, unknown fields "
             f"{sorted(unknown)}."
         )
-    for name in _SIZES:
+    for name in variant_table.SIZES:
         if not isinstance(row[name], int) or row[name] < 1:
             raise BuildError(
                 f"{where}: {name} must be a positive integer, got {row[name]!r}."
@@ -126,7 +112,7 @@ def _parse_row(row: dict[str, Any], where: str) -> list[Variant]:
             raise BuildError(
                 f"{where}: dtypes must be among {list(DTYPES)}, got {dtype!r}."
             )
-    sizes = {name: row[name] for name in _SIZES}
+    sizes = {name: row[name] for name in variant_table.SIZES}
     source = row.get("source", row["kernel"])
     return [
         Variant(kernel=row["kernel"], source=source, dtype=dtype, **sizes)
