@@ -100,6 +100,7 @@ Result<PJRT_Event*> ReadyEvent(const Device& device, const std::vector<BufferRef
     PJRT_Buffer_ReadyEvent_Args args = {};
     args.buffer = results[0]->handle();  // it was waited for
     if (Status status = device.host->Call(args); !status.ok()) return status;
+    if (args.event == nullptr) return WrongAnswer(args.kSlot, "gave no event");
     return args.event;
   }
   // Not one of CopyToHost(), which destroys it.
@@ -111,7 +112,9 @@ Result<PJRT_Event*> ReadyEvent(const Device& device, const std::vector<BufferRef
   args.host_buffer_semantics = PJRT_HostBufferSemantics_ImmutableOnlyDuringCall;
   args.device = device.device;
   if (Status status = device.host->Call(args); !status.ok()) return status;
+  if (args.buffer == nullptr) return WrongAnswer(args.kSlot, "gave no buffer");
   DestroyBuffer(*device.host, args.buffer);
+  if (args.done_with_host_buffer == nullptr) return WrongAnswer(args.kSlot, "gave no event");
   return args.done_with_host_buffer;
 }
 

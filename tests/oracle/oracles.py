@@ -301,13 +301,17 @@ def metadata_constants(folder: Path) -> dict[str, int]:
 
 # -- NSObject.h ----------------------------------------------------------------------
 
-_OBJC_METHOD = re.compile(r"^[-+] \(([^)]*)\)(\w+)[ ;]", re.MULTILINE)
+_OBJC_METHOD = re.compile(
+    r"^[-+] \(([^)]*)\)(\w+)(?:(:)\(([^)]*)\)\w+)?[ ;]", re.MULTILINE
+)
 _OBJC_TYPES = {
     "instancetype": "@",
     "id": "@",
     "void": "v",
     "oneway void": "v",
     "BOOL": "B",
+    "Class": "#",
+    "SEL": ":",
     "NSUInteger": "Q",
 }
 
@@ -320,12 +324,15 @@ def _zig_headers() -> Path:
 
 
 def ns_object() -> Oracle:
-    """Methods without arguments, of Apple's header in the zig package."""
+    """Methods with one argument at most, of Apple's header in the zig package."""
     methods: Methods = {}
     text = (_zig_headers() / "NSObject.h").read_text()
-    for written, selector in _OBJC_METHOD.findall(text):
-        signature = Signature(_OBJC_TYPES.get(written, f"?{written}"), ())
-        methods.setdefault(("NSObject", selector), set()).add(signature)
+    for written, name, colon, argument in _OBJC_METHOD.findall(text):
+        result, *arguments = (
+            _OBJC_TYPES.get(one, f"?{one}") for one in (written, argument) if one
+        )
+        signature = Signature(result, (*arguments,))
+        methods.setdefault(("NSObject", name + colon), set()).add(signature)
     return Oracle("NSObject.h", methods)
 
 

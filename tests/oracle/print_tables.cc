@@ -15,6 +15,7 @@ constexpr const char* kEncoding = nullptr;
 template <> constexpr const char* kEncoding<void> = "v";
 template <> constexpr const char* kEncoding<id> = "@";
 template <> constexpr const char* kEncoding<id*> = "^@";
+template <> constexpr const char* kEncoding<SEL> = ":";
 template <> constexpr const char* kEncoding<Block*> = "@?";
 template <> constexpr const char* kEncoding<BOOL> = "B";
 template <> constexpr const char* kEncoding<NSInteger> = "q";

@@ -104,6 +104,11 @@ PLANTED = [
         '"supportsFamily:", BOOL, NSUInteger)',
         "supportsFamily.*metal-cpp has",
     ),
+    (  # another result
+        '"respondsToSelector:", BOOL, SEL)',
+        '"respondsToSelector:", NSInteger, SEL)',
+        "respondsToSelector.*NSObject.h has",
+    ),
     (  # an object for a pointer to one
         '"newBinaryArchiveWithDescriptor:error:", id, id, id*)',
         '"newBinaryArchiveWithDescriptor:error:", id, id, id)',

@@ -37,7 +37,9 @@ uint32_t NumCores() {
   const Ref count =
       Ref::Adopt(runtime.io_create_property(gpu, String("gpu-core-count"), nullptr, 0));
   runtime.io_object_release(gpu);
-  return count ? static_cast<uint32_t>(send::integerValue(count.get())) : 0;
+  // Not worth an exception if a driver tells it in another way than by an NSNumber.
+  if (!count || !send::respondsToSelector(count.get(), send::integerValue.selector())) return 0;
+  return static_cast<uint32_t>(send::integerValue(count.get()));
 }
 
 DeviceFacts ReadFacts(id device) {

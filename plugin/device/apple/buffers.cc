@@ -130,11 +130,17 @@ Result<std::unique_ptr<Buffer>> Allocator::Private(size_t size_bytes) {
   return Make<AppleBuffer>(std::move(*object), size_bytes);
 }
 
-// Null where Metal will not have it.
+// Null where Metal will not have it. Apple documents this for memory of one VM region, as of
+// mmap or vm_allocate; what malloc gave may be anything. So we take no alias at its word:
+// virtual machines were seen to give buffers of no bytes.
 Ref Allocator::Alias(uintptr_t begin, uintptr_t end) {
   if (end - begin > facts_.max_buffer_bytes) return Ref();
-  return Ref::Adopt(send::newBufferWithBytesNoCopy(
-      device_, reinterpret_cast<void*>(begin), end - begin, constants::kSharedStorage, nullptr));
+  void* const memory = reinterpret_cast<void*>(begin);
+  Ref alias = Ref::Adopt(send::newBufferWithBytesNoCopy(device_, memory, end - begin,
+                                                        constants::kSharedStorage, nullptr));
+  const bool is_alias = send::length(alias.get()) == end - begin &&  // 0 of nil
+                        send::contents(alias.get()) == memory;
+  return is_alias ? std::move(alias) : Ref();
 }
 
 Result<std::unique_ptr<Buffer>> Allocator::WrapHost(void* data, size_t size_bytes, Access access) {
@@ -168,7 +174,9 @@ Result<std::unique_ptr<Buffer>> Allocator::WrapNative(id object, size_t size_byt
     return InvalidArgument("a Metal buffer of " + std::to_string(size_bytes) +
                            " bytes was expected, but got a null pointer.");
   }
-  if (send::device(object) != device_) {
+  // Under Metal's debugging layers a device is wrapped, and not always in the same object.
+  const id device = send::device(object);
+  if (device != device_ && send::registryID(device) != send::registryID(device_)) {
     return InvalidArgument("a Metal buffer of " + facts_.name +
                            " was expected, but got one of another device.");
   }

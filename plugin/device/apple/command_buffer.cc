@@ -14,27 +14,28 @@ namespace {
 constexpr uint32_t kMaxBindings = 31;
 constexpr size_t kMaxConstantBytes = 4096;
 
-// A completion handler: void (^)(id<MTLCommandBuffer>).
-void OnCompleted(Block* block, id /*commands*/) noexcept {
-  static_cast<Completion*>(block->captured)->Finish();
-}
-
 MTLSize ToMetal(const Size3& size) { return {size.x, size.y, size.z}; }
 
 uint64_t Count(const Size3& size) { return uint64_t{size.x} * size.y * size.z; }
 
 }  // namespace
 
-void Completion::Start() {
+Block Completion::NewHandler() {
   std::lock_guard<std::mutex> lock(mutex_);
   ++running_;
+  return MakeBlock(reinterpret_cast<void (*)()>(OnCompleted),
+                   new std::shared_ptr<Completion>(shared_from_this()));
 }
 
-void Completion::Finish() noexcept {
-  std::lock_guard<std::mutex> lock(mutex_);
-  --running_;
-  // Under the lock: once it is free, the waiting thread may destroy this object.
-  changed_.notify_all();
+// void (^)(id<MTLCommandBuffer>)
+void Completion::OnCompleted(Block* block, id /*commands*/) noexcept {
+  // Destroyed after the lock.
+  const std::unique_ptr<std::shared_ptr<Completion>> owner(
+      static_cast<std::shared_ptr<Completion>*>(block->captured));
+  Completion& self = **owner;
+  std::lock_guard<std::mutex> lock(self.mutex_);
+  --self.running_;
+  self.changed_.notify_all();
 }
 
 void Completion::WaitForAll() {
@@ -43,7 +44,7 @@ void Completion::WaitForAll() {
 }
 
 AppleCommandBuffer::~AppleCommandBuffer() {
-  completion_.WaitForAll();
+  completion_->WaitForAll();
   Pool pool;
   if (encoder_) send::endEncoding(encoder_.get());
   encoder_ = Ref();
@@ -132,8 +133,7 @@ Status AppleCommandBuffer::Commit() {
   Pool pool;
   send::endEncoding(encoder_.get());
   encoder_ = Ref();
-  Block handler = MakeBlock(reinterpret_cast<void (*)()>(OnCompleted), &completion_);
-  completion_.Start();
+  Block handler = completion_->NewHandler();
   const id commands = parts_.back().commands.get();
   send::addCompletedHandler(commands, &handler);
   send::commit(commands);
@@ -145,12 +145,31 @@ Status AppleCommandBuffer::Outcome(const Part& part) const {
   if (send::status(commands) == constants::kCompleted) return {};
   const id error = send::error(commands);
   const NSUInteger code = error == nullptr ? 0 : static_cast<NSUInteger>(send::code(error));
-  const std::string text = facts_.name + " failed in " + Join(part.kernels) + ": " +
-                           ErrorText(error) + " (MTLCommandBufferError " + std::to_string(code) +
-                           ").";
-  if (code == constants::kErrorTimeout) {
+  const std::string reason = ErrorText(error);
+  const std::string text = facts_.name + " failed in " + Join(part.kernels) + ": " + reason +
+                           " (MTLCommandBufferError " + std::to_string(code) + ").";
+  // For some causes Metal has no code, and only the text has the driver's name for them. What
+  // stands before that name may be translated.
+  const auto says = [&](const char* words) { return reason.find(words) != std::string::npos; };
+  if (code == constants::kErrorTimeout || says("ImpactingInteractivity") ||
+      says("Impacting Interactivity")) {
     return {Code::kDeadlineExceeded,
-            text + " macOS ends GPU work that takes seconds: a smaller batch may help."};
+            text +
+                " macOS ends GPU work that takes seconds or keeps the screen waiting: a smaller "
+                "batch may help, and so may AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in the environment, "
+                "if it is set before the program starts."};
+  }
+  if (says("InnocentVictim") || says("victim of GPU error")) {
+    return {Code::kUnavailable,
+            text +
+                " This work did nothing wrong: macOS restarted the GPU because of other work, of "
+                "this or another process. Try again."};
+  }
+  if (code == constants::kErrorAccessRevoked || says("SubmissionsIgnored")) {
+    return {Code::kUnavailable,
+            text +
+                " This work did nothing wrong: macOS does not take any more of a process after "
+                "many GPU errors. See the first error, and try again in a new process."};
   }
   if (code == constants::kErrorOutOfMemory) {
     return {Code::kResourceExhausted, text + " All buffers together should stay below " +
@@ -162,7 +181,7 @@ Status AppleCommandBuffer::Outcome(const Part& part) const {
 Status AppleCommandBuffer::Wait() {
   Pool pool;
   if (encoder_) return Internal("a command buffer must be committed before it is waited for.");
-  completion_.WaitForAll();
+  completion_->WaitForAll();
   Status status;
   for (const Part& part : parts_) {
     status = Outcome(part);

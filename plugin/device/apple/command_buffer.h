@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -15,19 +16,23 @@
 namespace jfm::apple {
 
 // macOS draws the screen with the same GPU, and ends command buffers that keep it from that
-// for seconds. This is half a second at the peak of the slowest GPU there is, that of an M1
-// with 7 cores (2.3e12 operations per second), of which kernels reach a part. A dispatch is
-// not divided here: its planner does that.
-constexpr double kMaxWorkPerCommandBuffer = 1e12;
+// for seconds. The slowest GPU there is, that of an M1 with 7 cores, has a peak of 2.3e12
+// operations per second; at 15 % of it this is 0.3 s, beside which the 0.1 ms or so that a
+// command buffer costs are nothing. A dispatch is not divided here: its planner does that.
+constexpr double kMaxWorkPerCommandBuffer = 1e11;
 
-// Counts what is under way; completion handlers end it on threads of Metal's.
-class Completion {
+// Counts what is under way; completion handlers end it on threads of Metal's. Shared with
+// them: whoever waited may be gone before the last of them has let go of the mutex.
+class Completion : public std::enable_shared_from_this<Completion> {
  public:
-  void Start();
-  void Finish() noexcept;
+  // For one command buffer, which must be committed: it is under way from now on, until the
+  // handler is called, once. The handler holds this object till then.
+  Block NewHandler();
   void WaitForAll();
 
  private:
+  static void OnCompleted(Block* block, id commands) noexcept;
+
   std::mutex mutex_;  // protects running_
   std::condition_variable changed_;
   int running_ = 0;
@@ -59,7 +64,7 @@ class AppleCommandBuffer : public CommandBuffer {
   Ref encoder_;              // id<MTLComputeCommandEncoder>
   double work_ = 0;          // of the part that is being encoded
   std::set<const AppleBuffer*> buffers_;
-  Completion completion_;
+  const std::shared_ptr<Completion> completion_ = std::make_shared<Completion>();
 };
 
 }  // namespace jfm::apple

@@ -20,6 +20,7 @@
   X(kFailOnArchiveMiss, MTLPipelineOptionFailOnBinaryArchiveMiss, 4) \
   X(kCompleted, MTLCommandBufferStatusCompleted, 4)                  \
   X(kErrorTimeout, MTLCommandBufferErrorTimeout, 2)                  \
+  X(kErrorAccessRevoked, MTLCommandBufferErrorAccessRevoked, 4)      \
   X(kErrorOutOfMemory, MTLCommandBufferErrorOutOfMemory, 8)
 
 namespace jfm::apple::constants {

@@ -73,6 +73,7 @@ class Message<R(Args...)> {
  public:
   explicit constexpr Message(const char* name) : name_(name) {}
   void Register() { selector_ = runtime.register_selector(name_); }
+  SEL selector() const { return selector_; }
   R operator()(id receiver, Args... args) const noexcept {
     return reinterpret_cast<R (*)(id, SEL, Args...)>(runtime.msg_send)(receiver, selector_,
                                                                        args...);

@@ -2,6 +2,7 @@
 // the last and longest of these steps.
 #include "plugin/device/apple/pipeline_cache.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -64,11 +65,19 @@ void UseArchive(id descriptor, const Ref& archive) {
   send::setBinaryArchives(descriptor, send::arrayWithObject(classes::NSArray, archive.get()));
 }
 
-// Other processes see the whole file or none.
+bool IsOnDisk(const std::string& path) {
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const bool is_written = file >= 0 && fsync(file) == 0;
+  if (file >= 0) close(file);
+  return is_written;
+}
+
+// Other processes see the whole file or none, even if the system stops just after this: who
+// knows what Metal makes of half a file, and it would meet it at every start.
 void WriteArchive(id archive, const std::string& path) {
   const std::string temporary = path + "." + std::to_string(getpid());
   id error = nullptr;
-  if (!send::serializeToURL(archive, FileUrl(temporary), &error) ||
+  if (!send::serializeToURL(archive, FileUrl(temporary), &error) || !IsOnDisk(temporary) ||
       std::rename(temporary.c_str(), path.c_str()) != 0) {
     unlink(temporary.c_str());
   }

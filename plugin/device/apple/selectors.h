@@ -21,6 +21,7 @@
   X(init, NSObject, "init", id)                                                                    \
   X(retain, NSObject, "retain", id)                                                                \
   X(release, NSObject, "release", void)                                                            \
+  X(respondsToSelector, NSObject, "respondsToSelector:", BOOL, SEL)                                \
   X(arrayWithObject, NSArray, "arrayWithObject:", id, id)                                          \
   X(stringWithCString, NSString, "stringWithCString:encoding:", id, const char*, NSUInteger)       \
   X(UTF8String, NSString, "UTF8String", const char*)                                               \
@@ -31,6 +32,7 @@
   X(processInfo, NSProcessInfo, "processInfo", id)                                                 \
   X(operatingSystemVersionString, NSProcessInfo, "operatingSystemVersionString", id)               \
   X(name, MTLDevice, "name", id)                                                                   \
+  X(registryID, MTLDevice, "registryID", uint64)                                                   \
   X(supportsFamily, MTLDevice, "supportsFamily:", BOOL, NSInteger)                                 \
   X(hasUnifiedMemory, MTLDevice, "hasUnifiedMemory", BOOL)                                         \
   X(maxBufferLength, MTLDevice, "maxBufferLength", NSUInteger)                                     \

@@ -561,6 +561,12 @@ def test_number_of_cores(fake, client, iokit):
     assert count() == 10
     fake.set_fact("gpu_core_count", 0)
     assert count() == 0
+    fake.set_fact("gpu_core_count", -1)
+    fake.set_abort(0)
+    assert count() == 0
+    assert fake.faults() == "unrecognized selector -[NSData integerValue]\n"
+    fake.clear_faults()
+    fake.set_abort(1)
     assert count(b"IntelAccelerator") is None
     fake.set_fact("has_gpu_service", 0)
     assert count() is None
@@ -930,6 +936,41 @@ def test_failures_with_and_without_an_error(fake, client):
     assert client.queue() is None
 
 
+def test_aliases_that_are_none(fake, client):
+    memory, address, page = _pages()
+    assert memory is not None
+    selector = "newBufferWithBytesNoCopy:length:options:deallocator:"
+
+    def wrapped():
+        x = _wrap(client, address, page)
+        contents = client.send(x, "contents")
+        return client.send(x, "length", result=ctypes.c_uint64), contents == address
+
+    fake.fail(selector, 0, 1, fake_metal.EMPTY_ALIAS, None)
+    fake.fail(selector, 0, 1, fake_metal.FALSE_ALIAS, None)
+    assert [wrapped() for _ in range(3)] == [(0, True), (page, False), (page, True)]
+
+
+def test_other_objects_for_the_device(fake, client):
+    buffer = client.buffer()
+
+    def device():
+        found = client.send(buffer, "device")
+        return found, client.send(found, "registryID", result=ctypes.c_uint64)
+
+    own, registry_id = device()
+    assert own == client.device
+    assert registry_id != 0
+    fake.fail("device", 0, 1, fake_metal.WRAPPED_DEVICE, None)
+    fake.fail("device", 0, 1, fake_metal.OTHER_DEVICE, None)
+    wrapped, other = device(), device()
+    assert wrapped[0] != own
+    assert wrapped[1] == registry_id
+    assert other[0] != own
+    assert other[1] != registry_id
+    assert device() == (own, registry_id)
+
+
 @pytest.mark.parametrize(
     ("mode", "code", "text"),
     [
@@ -937,6 +978,7 @@ def test_failures_with_and_without_an_error(fake, client):
         (fake_metal.RUN_TIMEOUT, 2, "Timeout"),
         (fake_metal.RUN_PAGE_FAULT, 3, "Address Fault"),
         (fake_metal.RUN_OUT_OF_MEMORY, 8, "Insufficient Memory"),
+        (fake_metal.RUN_REVOKED, 4, "Ignored"),
         (fake_metal.RUN_NO_ERROR, None, None),
     ],
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import struct
 import sys
+import types
 from pathlib import Path
 
-import jax
 import pytest
 
 from jax_flash_metal import hosts
@@ -24,7 +24,7 @@ def mac(monkeypatch, tmp_path):
     """A Mac with a new system; gives a function that installs hosts there."""
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(hosts.platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(hosts.platform, "mac_ver", lambda: ("27.1", ("", "", ""), ""))
+    with_kernel(monkeypatch, "26.1.0")
     monkeypatch.delenv(hosts.HOST_SETTING, raising=False)
     places = {}
     monkeypatch.setattr(hosts, "_installed_library", lambda row: places.get(row.name))
@@ -35,6 +35,15 @@ def mac(monkeypatch, tmp_path):
             places[name].write_bytes(LIBRARY)
 
     return install
+
+
+def with_kernel(monkeypatch, release: str) -> None:
+    """The version of macOS's kernel; what Python says of macOS is wrong on new ones."""
+    monkeypatch.setattr(
+        hosts.os, "uname", lambda: types.SimpleNamespace(release=release)
+    )
+    old_sdk = ("16.0", ("", "", ""), "arm64")
+    monkeypatch.setattr(hosts.platform, "mac_ver", lambda: old_sdk)
 
 
 def with_versions(monkeypatch, **versions: str) -> None:
@@ -86,13 +95,48 @@ def test_only_hosts_that_fit(mac, monkeypatch):
 
 
 def test_the_system_must_be_new_enough(mac, monkeypatch):
-    monkeypatch.setattr(hosts.platform, "mac_ver", lambda: ("14.5", ("", "", ""), ""))
+    with_kernel(monkeypatch, "23.5.0")
     with_versions(monkeypatch, jax="0.11.2")
     mac("jax-graft")
     with pytest.raises(hosts.HostError, match="jax-graft needs macOS 26"):
         hosts.find()
     mac("jax-mps")
     assert hosts.find().name == "jax-mps"
+
+
+@pytest.mark.parametrize(
+    "kernel, version",
+    [
+        ("22.6.0", (13, 6)),
+        ("23.0.0", (14, 0)),
+        ("23.4.0", (14, 4)),
+        ("24.6.0", (15, 6)),
+        ("25.0.0", (26, 0)),
+        ("25.1.0", (26, 1)),
+        ("26.2.0", (27, 2)),
+    ],
+)
+def test_version_of_macos(mac, monkeypatch, kernel, version):
+    with_kernel(monkeypatch, kernel)
+    assert hosts.macos_version() == version
+
+
+def test_no_macos():
+    assert sys.platform == "darwin" or hosts.macos_version() == ()
+
+
+def test_the_hosts_that_fit(mac, monkeypatch):
+    """In order, whatever the setting names."""
+    with_versions(monkeypatch, jax="0.10.2")
+    monkeypatch.setenv(hosts.HOST_SETTING, "jax-mps")
+    mac("jax-mps", "jax-graft", "jax-metal")
+    assert [host.name for host in hosts.fitting()] == ["jax-metal", "jax-graft"]
+
+
+def test_a_path_in_the_home_of_nobody(mac, monkeypatch):
+    monkeypatch.setenv(hosts.HOST_SETTING, "~no-such-user/plugin.dylib")
+    with pytest.raises(hosts.HostError, match="is neither a file nor a known host"):
+        hosts.find()
 
 
 def test_none_installed_on_a_mac(mac, monkeypatch):
@@ -134,10 +178,17 @@ def test_conflict(monkeypatch, unnamed):
     assert "JAX_PLATFORMS=flash_metal,cpu" in sentence
 
 
-@pytest.mark.parametrize(
-    "versions",
-    [{"jax": "0.5.0", "jax_metal": "0.1.1"}, {"jax": "0.10.2"}, {"jax_metal": "0.1.1"}],
-)
+def test_two_platforms(monkeypatch, unnamed):
+    """Before jax 0.5.1 METAL starts."""
+    with_versions(monkeypatch, jax="0.5.0", jax_metal="0.1.1")
+    sentence = hosts.jax_metal_conflict()
+    assert "METAL, which is started beside flash_metal, and is JAX's default where" in (
+        sentence
+    )
+    assert "JAX_PLATFORMS=flash_metal,cpu" in sentence
+
+
+@pytest.mark.parametrize("versions", [{"jax": "0.10.2"}, {"jax_metal": "0.1.1"}])
 def test_no_conflict(monkeypatch, unnamed, versions):
     with_versions(monkeypatch, **versions)
     assert hosts.jax_metal_conflict() is None
@@ -165,6 +216,4 @@ def test_conflict_is_found_without_an_import(
     from jax_flash_metal import hosts
     print(hosts.jax_metal_conflict() is not None)
     """
-    # Older versions of JAX have no objection.
-    is_conflict &= jax.__version_info__ >= (0, 5, 1)
     assert output_of(program, **settings) == str(is_conflict)

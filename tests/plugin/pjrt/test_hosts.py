@@ -325,6 +325,44 @@ def test_wrong_answers_when_a_program_runs(kind):
         assert sentence in found[fault], (fault, found[fault])
 
 
+EVENT_PROGRAM = """
+from tests.plugin.pjrt.on_platform import ffi, register_handlers
+arguments = jax.block_until_ready(jax.device_put((query, key, value), device))
+programs = {"Buffer_ReadyEvent:null": functools.partial(step, *arguments)}
+if jax.__version_info__ >= (0, 5):
+    register_handlers()
+    nothing = jax.jit(ffi.ffi_call("test_Nothing", [], has_side_effect=True))
+    run_nothing = functools.partial(nothing, arguments[0])
+    programs["Client_BufferFromHostBuffer:null"] = run_nothing
+    programs["Client_BufferFromHostBuffer:null event"] = run_nothing
+errors = {}
+for fault, run in programs.items():
+    jax.block_until_ready(run())  # compiled
+    slot = fault.split(":")[0]
+    before = mock.calls(slot)
+    results = run()
+    calls = mock.calls(slot) - before
+    jax.block_until_ready(results)
+    errors[fault] = []
+    for skip in range(calls):
+        mock.fault(fault, skip=skip)
+        errors[fault].append(error_of(run))
+        mock.clear_faults()
+        jax.block_until_ready(run())
+assert mock.broken_rules() == "", mock.broken_rules()
+print(json.dumps(errors))
+"""
+
+
+def test_wrong_answers_when_an_event_is_made_for_the_caller():
+    """It is the last that a host gives where programs run at once. JAX would crash."""
+    found = json.loads(run(EVENT_PROGRAM, "jax-metal"))
+    for fault, errors in found.items():
+        assert errors, fault
+        for error in errors:
+            assert (EXECUTING | COPIES_OUT)[fault] in error, (fault, error)
+
+
 def test_enough_faults():
     """Of what a running host can answer; those at the start not counted."""
     assert len({fault for faults in FAULTS.values() for fault in faults}) >= 12

@@ -6,6 +6,7 @@ import os
 import re
 import struct
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_a_process_without_it_loads_none_of_it():
 
 def test_default_on_a_mac_with_a_host():
     assert output_of(ON_A_MAC + DEFAULT) == "flash_metal"
+
+
+def test_default_on_a_mac_beside_jax_metal():
+    """Which asks for priority 500; of two with the same the first would be taken."""
+    program = """
+    from jax._src import xla_bridge
+    cpu = xla_bridge._backend_factories["cpu"].factory
+    xla_bridge.register_backend_factory("METAL", cpu, priority=500)
+    """
+    program = textwrap.dedent(program)
+    assert output_of(ON_A_MAC + program + DEFAULT) == "flash_metal"
 
 
 def test_not_on_a_mac_whose_user_names_others():

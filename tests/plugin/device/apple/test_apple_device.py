@@ -121,10 +121,47 @@ PLANTED = {
         "WrapsHostMemory",
         "Metal API misuse",
     ),
+    "alias taken at its word": (
+        Change("buffers.cc", "return is_alias ?", "return is_alias || alias ?"),
+        "WrapsHostMemory",
+        "not so: ",
+    ),
+    "wrapped device refused": (
+        Change(
+            "buffers.cc",
+            "device != device_ && send::registryID",
+            "device != device_ || send::registryID",
+        ),
+        "WrapsNativeBuffers",
+        "",
+    ),
+    "anything for a number": (
+        Change(
+            "apple_device.cc",
+            "send::integerValue.selector()",
+            "send::retain.selector()",
+        ),
+        "HasFacts",
+        "unrecognized selector -[NSData integerValue]",
+    ),
+    "handler that holds nothing": (
+        Change(
+            "command_buffer.cc",
+            "<Completion>(shared_from_this())",
+            "<Completion>(this, [](Completion*) {})",
+        ),
+        "HandlersOutliveWhoWaits",
+        "not so: ",
+    ),
+    "archive not yet on the disk": (
+        Change("pipeline_cache.cc", "&& fsync(file) == 0", "&& file != -1"),
+        "KeepsPipelines",
+        "not so: ",
+    ),
     "result read too early": (
         Change(
             "command_buffer.cc",
-            "  completion_.WaitForAll();\n  Status status;",
+            "  completion_->WaitForAll();\n  Status status;",
             "  Status status;",
         ),
         "WaitsForTheGpu",
@@ -133,7 +170,7 @@ PLANTED = {
     "buffers freed in use": (
         Change(
             "command_buffer.cc",
-            "{\n  completion_.WaitForAll();\n  Pool pool;",
+            "{\n  completion_->WaitForAll();\n  Pool pool;",
             "{\n  Pool pool;",
         ),
         "WaitsForTheGpu",

@@ -270,6 +270,10 @@ void Plan(CommandBuffer* self, const RunFailure& failure) {
       code = 3;
       if (text.empty()) text = "Caused GPU Address Fault Error (0000000b)";
       break;
+    case FAKE_METAL_RUN_REVOKED:
+      code = 4;
+      if (text.empty()) text = "Ignored (for causing prior/excessive GPU errors) (00000004)";
+      break;
     default:
       return;
   }

@@ -73,6 +73,32 @@ std::string FactText(const char* name) {
 
 // ---- Labels --------------------------------------------------------------------------
 
+namespace {
+
+constexpr uint64_t kRegistryId = 0x100000ABC;
+
+// The device as another object: what Metal's debugging layers give, or a second GPU.
+struct OtherDevice : Object {
+  static Class& TheClass();
+  uint64_t registry_id = kRegistryId;
+};
+
+void DefineOtherDevice(Class& c) {
+  c.On("registryID", +[](OtherDevice* self, Selector*) { return self->registry_id; });
+}
+
+FAKE_CLASS(OtherDevice, "MTLDebugDevice", &DefineOtherDevice)
+
+Object* DeviceOf(Labelled*, Selector*) {
+  const int mode = TakeRunFailure().mode;
+  if (mode < 0) return Lent(TheDevice());
+  auto* other = Make<OtherDevice>();
+  if (mode == FAKE_METAL_OTHER_DEVICE) ++other->registry_id;
+  return Autoreleased(other);
+}
+
+}  // namespace
+
 void DefineLabelled(Class& c) {
   c.On(
       "label", +[](Labelled* self, Selector*) -> Object* {
@@ -84,7 +110,7 @@ void DefineLabelled(Class& c) {
         const auto* text = OptionalArgument<String>(self, s, "the label", label, &ok);
         self->label = text == nullptr ? "" : text->text;
       });
-  c.On("device", +[](Labelled*, Selector*) { return Lent(TheDevice()); });
+  c.On("device", &DeviceOf);
 }
 
 // ---- Buffers -------------------------------------------------------------------------
@@ -221,6 +247,7 @@ namespace {
 void DefineDevice(Class& c) {
   c.is_counted = false;
   c.On("name", +[](Object*, Selector*) { return NewText(FactText("name")); });
+  c.On("registryID", +[](Object*, Selector*) { return kRegistryId; });
   c.On("hasUnifiedMemory", +[](Object*, Selector*) { return Fact("hasUnifiedMemory") != 0; });
   for (const char* name :
        {"recommendedMaxWorkingSetSize", "maxThreadgroupMemoryLength", "maxBufferLength"}) {
@@ -291,6 +318,8 @@ void DefineDevice(Class& c) {
                 " bytes are not all memory of this process.");
           return nullptr;
         }
+        const int failure = TakeRunFailure().mode;
+        if (failure == FAKE_METAL_FALSE_ALIAS) return Allocate(length, options);
         BlockLiteral* block = nullptr;
         if (deallocator != nullptr) {
           block = CopyBlock(deallocator, MethodName(self, s));
@@ -298,7 +327,7 @@ void DefineDevice(Class& c) {
         }
         auto* buffer = Make<Buffer>();
         buffer->memory = static_cast<char*>(bytes);
-        buffer->length = length;
+        buffer->length = failure == FAKE_METAL_EMPTY_ALIAS ? 0 : length;
         buffer->options = options;
         buffer->deallocator = block;
         return buffer;

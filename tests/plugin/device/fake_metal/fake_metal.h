@@ -57,7 +57,12 @@ enum {
   FAKE_METAL_RUN_OUT_OF_MEMORY = 4,  // the same, MTLCommandBufferErrorOutOfMemory (8)
   FAKE_METAL_RUN_PAGE_FAULT = 5,     // the same, MTLCommandBufferErrorPageFault (3)
   FAKE_METAL_RUN_NO_ERROR = 6,       // status error, but [commandBuffer error] is nil
-  FAKE_METAL_WARNING = 7             // succeeds, and sets an NSError all the same
+  FAKE_METAL_WARNING = 7,            // succeeds, and sets an NSError all the same
+  FAKE_METAL_RUN_REVOKED = 8,        // as RUN_ERROR, MTLCommandBufferErrorAccessRevoked (4)
+  FAKE_METAL_EMPTY_ALIAS = 9,        // of newBufferWithBytesNoCopy...: a buffer of length 0
+  FAKE_METAL_FALSE_ALIAS = 10,       // of the same: a buffer of other memory
+  FAKE_METAL_WRAPPED_DEVICE = 11,    // of "device": another object, with the registryID
+  FAKE_METAL_OTHER_DEVICE = 12       // of the same: another object, with another registryID
 };
 // After `skip` more calls of this selector, the next `count` fail so; `message` is the error's
 // localizedDescription. Several for one selector are worked off in turn. A failed command
@@ -84,7 +89,8 @@ void fake_metal_set_memory_limit(size_t bytes);
 //   threadExecutionWidth 32, maxTotalThreadsPerThreadgroup 1024,
 //   staticThreadgroupMemoryLength 0 (of every pipeline: the fake cannot tell),
 //   maxCommandBufferCount 64 (of a new queue),
-//   has_gpu_service 1 (IOKit finds the GPU), gpu_core_count 10 (0: IOKit does not tell)
+//   has_gpu_service 1 (IOKit finds the GPU), gpu_core_count 10 (0: IOKit does not tell; -1: it
+//   tells it by an object that is no number)
 // A buffer longer than maxBufferLength is a fault: ask first. Unknown names end the process.
 void fake_metal_set_fact(const char* name, int64_t value);
 // name "Apple M3 Fake", operatingSystemVersionString "Version 14.6 (Build 23G80)"

@@ -13,6 +13,11 @@ struct Number : Object {
   int64_t value = 0;
 };
 
+// What a driver might have instead of a number.
+struct Data : Object {
+  static Class& TheClass();
+};
+
 struct MatchingDictionary : Object {
   static Class& TheClass();
   std::string name;
@@ -49,6 +54,7 @@ void DefineNumber(Class& c) {
 void DefineNothing(Class&) {}
 
 FAKE_CLASS(Number, "NSNumber", &DefineNumber)
+FAKE_CLASS(Data, "NSData", &DefineNothing)
 FAKE_CLASS(MatchingDictionary, "CFDictionary", &DefineNothing)
 FAKE_CLASS(Service, "io_service", &DefineNothing)
 
@@ -96,6 +102,7 @@ FAKE_EXPORT Object* IORegistryEntryCreateCFProperty(unsigned service, Object* ke
   }
   const int64_t cores = Fact("gpu_core_count");
   if (static_cast<String*>(key)->text != "gpu-core-count" || cores == 0) return nullptr;
+  if (cores < 0) return Make<Data>();
   auto* number = Make<Number>();
   number->value = cores;
   return number;

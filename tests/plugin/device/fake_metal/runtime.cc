@@ -519,7 +519,7 @@ __attribute__((visibility("hidden"), used)) Method fake_metal_find_method(Object
     return &fake_metal_zero;
   }
   if (!fails) return method;
-  if (failure.mode >= FAKE_METAL_RUN_ERROR && failure.mode <= FAKE_METAL_RUN_NO_ERROR) {
+  if (failure.mode >= FAKE_METAL_RUN_ERROR && failure.mode != FAKE_METAL_WARNING) {
     run_failure = {failure.mode, failure.message};
     return method;
   }

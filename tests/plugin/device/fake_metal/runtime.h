@@ -217,8 +217,8 @@ T* OptionalArgument(const Object* self, const Selector* selector, const char* wh
 
 // ---- Failures that a test asked for --------------------------------------------------
 
-// The mode of the failure under way in this call, if it is one of FAKE_METAL_RUN_...;
-// otherwise -1. Only `commit` knows what to do with them.
+// The mode of the failure under way in this call, if it is one that the method itself has to
+// carry out; otherwise -1.
 struct RunFailure {
   int mode = -1;
   std::string message;
