@@ -106,8 +106,7 @@ class CallShape:
         )
 
 
-# Bytes. A plan repeats its kernels' names per outer batch index, and a compiler's log
-# is long.
+# Bytes. A compiler's log is long.
 _MAX_TEXT = 1 << 16
 
 
@@ -213,7 +212,10 @@ class AttentionLibrary:
         return digest.decode()
 
     def _call(self, function: Any, *arguments: Any) -> str:
-        """Calls a function that ends in (char* text, size_t); returns what it wrote."""
+        """Calls a function that ends in (char* text, size_t); returns what it wrote.
+
+        A text that does not fit has lost its end.
+        """
         text = ctypes.create_string_buffer(_MAX_TEXT)
         code = function(*arguments, text, len(text))
         written = text.value.decode(errors="replace")
@@ -222,8 +224,19 @@ class AttentionLibrary:
         return written
 
     def _text(self, function: Any, *arguments: Any) -> str:
-        """As _call, of lines; a last line that did not fit is left out."""
-        return self._call(function, *arguments).rpartition("\n")[0]
+        """As _call, of lines, each of which has its end.
+
+        Raises:
+          AttentionError: The function failed.
+          RuntimeError: Its text was cut, which never happens.
+        """
+        written = self._call(function, *arguments)
+        if len(written.encode()) + 1 >= _MAX_TEXT or written[-1:] not in ("", "\n"):
+            raise RuntimeError(
+                f"the native library's text must be lines of fewer than {_MAX_TEXT} "
+                f"bytes together, but the end is missing: …{written[-80:]!r}"
+            )
+        return written
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:

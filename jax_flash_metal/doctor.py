@@ -15,7 +15,6 @@ import io
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from jax_flash_metal import hosts
+from jax_flash_metal import crashes, hosts
 from jax_flash_metal._version import __version__
 from jax_flash_metal.benchmark_shapes import SHAPE_SETS
 from jax_flash_metal.doctor_report import (
@@ -148,6 +147,8 @@ def _run_sections(
         skip("hand-over", "warn", "there is no host plugin, see above")
     hand_over = report.check("hand-over")
     works = hand_over is not None and hand_over.status == "ok"
+    if hand_over is not None and host is not None and hand_over.status == "fail":
+        _try_other_hosts(hand_over, host.facts["name"], progress)
     platform_ = "flash_metal" if works else "cpu"
     run_section("training", ("training",), 300, platform=platform_)
     if time_budget == 0:
@@ -164,26 +165,55 @@ def _run_sections(
     )
 
 
+def _try_other_hosts(
+    hand_over: Check, failed: str, progress: Callable[[str], None]
+) -> None:
+    """Adds to the failed check which other installed host works, if one does.
+
+    The user has to choose it: platform flash_metal does not go on to the next one.
+    """
+    tried = hand_over.facts["other_hosts"] = {}
+    for host in hosts.fitting():
+        if host.name == failed:
+            continue
+        section = _Section("hand-over", ("hand-over",), progress)
+        environment = {
+            "JAX_PLATFORMS": _PLATFORMS["flash_metal"],
+            hosts.HOST_SETTING: host.name,
+        }
+        section.run(300, {"platform": "flash_metal"}, environment)
+        check = section.checks[0]
+        tried[host.name] = check.message
+        if check.status == "ok":
+            hand_over.message = (
+                f"Over the host plugin {failed} it fails, over {host.name}, which is "
+                f"installed too, it works: set {hosts.HOST_SETTING}={host.name}. "
+                f"{hand_over.message}"
+            )
+            return
+
+
 def _run_kernels(report: Report, progress: Callable[[str], None]) -> None:
     """The section `kernels`; again without the cases that crashed, to see the rest."""
-    crashes: list[dict[str, Any]] = []
+    crashed: list[dict[str, Any]] = []
     while True:
         section = _Section(
             "kernels", ("jax", "library", "device", "self-test"), progress
         )
-        options = {"crashes": {crash["case"]: crash["how"] for crash in crashes}}
+        options = {"crashes": {crash["case"]: crash["how"] for crash in crashed}}
         try:
             section.run(1800, options, {"JAX_PLATFORMS": "cpu"})
         except _Interrupted:
             report.checks += section.checks
             raise
-        last = section.checks[-1]
-        if section.crashed_case is None or len(crashes) == _MAX_CRASHES:
-            last.facts["crashes"] = crashes
-            report.checks += section.checks
-            return
-        how = _ending(last.facts["exit_code"])
-        crashes.append({"case": section.crashed_case, "how": how, **last.facts})
+        if section.crash is not None and len(crashed) < _MAX_CRASHES:
+            crashed.append(section.crash)
+            continue
+        report.checks += section.checks
+        self_test = report.check("self-test")
+        if self_test is not None:
+            self_test.facts["crashes"] = crashed
+        return
 
 
 _MAX_CRASHES = 8
@@ -238,8 +268,9 @@ def check_platform() -> Check:
         facts["sw_vers"] = _output_of("sw_vers")
         facts["chip"] = _output_of("sysctl", "-n", "machdep.cpu.brand_string")
         is_translated = _output_of("sysctl", "-n", "sysctl.proc_translated") == "1"
-        version = platform.mac_ver()[0]
-        where = f"macOS {version} on {facts['chip'] or platform.machine()}"
+        version = hosts.macos_version()
+        dotted = ".".join(map(str, version))
+        where = f"macOS {dotted} on {facts['chip'] or platform.machine()}"
         if is_translated:
             advice = (
                 "this Python is for Intel Macs and runs under Rosetta: install a "
@@ -249,7 +280,7 @@ def check_platform() -> Check:
             advice = (
                 "the kernels need Apple silicon; here only implementation='xla' runs"
             )
-        elif int(version.split(".")[0] or 0) < _OLDEST_MACOS:
+        elif version[0] < _OLDEST_MACOS:
             advice = f"the kernels need macOS {_OLDEST_MACOS} or newer"
     elif sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         advice = "the kernels need macOS on Apple silicon, or Linux"
@@ -364,8 +395,9 @@ class _Section:
     """One run of a section of doctor_checks.py, in a process of its own.
 
     Attributes:
-      checks: What it found; one that failed if it crashed, hung or was interrupted.
-      crashed_case: The case of the self-test at which it crashed.
+      checks: What it found; one that failed if it crashed, hung or was interrupted
+        before it had found everything, a warning if that was at its very end.
+      crash: If it crashed at a case of the self-test: which, how, and all else.
     """
 
     def __init__(
@@ -376,7 +408,7 @@ class _Section:
         self._doing = f"starting section {name}"
         self._case: int | None = None
         self.checks: list[Check] = []
-        self.crashed_case: int | None = None
+        self.crash: dict[str, Any] | None = None
 
     def run(
         self, limit: float, options: Mapping[str, Any], environment: Mapping[str, str]
@@ -413,17 +445,28 @@ class _Section:
             code = process.returncode
             tail = output.read_bytes()[-_MAX_OUTPUT:].decode(errors="replace")
         if how is None and (code != 0 or not self.checks):
-            how = _ending(code)
-            self.crashed_case = self._case
+            how = crashes.ending(code)
         if how is not None:
-            found = {check.name for check in self.checks}
-            missing = [name for name in self._expected if name not in found]
-            message = f"The process {how} while {self._doing}. {HOW_TO_REPORT}"
             facts = {"exit_code": code, "doing": self._doing, "output": tail}
-            failed = missing[0] if missing else self._name
-            self.checks.append(Check(failed, "fail", message, facts=facts))
+            self.checks.append(self._unfinished(how, interrupted, facts))
+            if self._case is not None and crashes.is_crash(code):
+                self.crash = {"case": self._case, "how": how, **facts}
         if interrupted:
             raise _Interrupted
+
+    def _unfinished(self, how: str, interrupted: bool, facts: dict[str, Any]) -> Check:
+        """What is to be said of a process that did not end well."""
+        found = {check.name for check in self.checks}
+        missing = [name for name in self._expected if name not in found]
+        # Nothing follows a check that failed.
+        last = self.checks[-1] if self.checks else None
+        is_done = not missing or (last is not None and last.status == "fail")
+        if is_done and not interrupted:
+            message = f"The process {how}, after all its checks. {HOW_TO_REPORT}"
+            return Check(f"end of {self._name}", "warn", message, facts=facts)
+        message = f"The process {how} while {self._doing}. {HOW_TO_REPORT}"
+        name = missing[0] if missing else self._name
+        return Check(name, "fail", message, facts=facts)
 
     def _follow(
         self, process: subprocess.Popen[bytes], lines: TextIO, deadline: float
@@ -437,21 +480,13 @@ class _Section:
                 event = json.loads(line)
                 if "check" in event:
                     self.checks.append(Check(**event["check"]))
+                    self._case = None
                 else:
                     self._doing, self._case = event["progress"], event.get("case")
                     self._progress(self._doing)
             if ended or time.monotonic() > deadline:
                 return ended
             time.sleep(_POLL_SECONDS)
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"crashed ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"was ended by signal {-code}"
 
 
 # -- What the user sees ----------------------------------------------------------------

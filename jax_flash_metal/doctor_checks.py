@@ -132,7 +132,7 @@ def _describe(device: dict[str, str]) -> str:
 
 
 def _check_every_kernel(events: Events, library: Any, crashes: dict[str, str]) -> None:
-    """`crashes`: how earlier processes ended, by the number of their last case."""
+    """`crashes`: how earlier processes crashed, by the number of their last case."""
     from jax_flash_metal import kernel_cases, kernel_proof
     from jax_flash_metal.attention_library import AttentionError
     from jax_flash_metal.kernel_cases import KernelCase, Verdict
@@ -218,7 +218,11 @@ def _badness(verdict: Any) -> tuple[bool, float]:
 
 
 def check_hand_over(events: Events, options: dict[str, Any]) -> None:
-    """Platform flash_metal starts; values pass host → kernels → host unchanged."""
+    """Platform flash_metal starts; values pass host → kernels → host unchanged.
+
+    So do the arguments of programs without kernels, on what the kernels have written:
+    of one that may overwrite its argument, and of one that must not.
+    """
     events.progress("starting platform flash_metal")
     import jax
     import jax.numpy as jnp
@@ -236,30 +240,58 @@ def check_hand_over(events: Events, options: dict[str, Any]) -> None:
         events.check(Check("hand-over", "fail", message))
         return
 
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return jax_flash_metal.flash_attention(
+            query, key, value, implementation="metal"
+        )
+
     @jax.jit
     def round_trip(query: Any, key: Any, value: Any) -> Any:
         # The host writes the operand just before the kernels read it, and reads the
         # result just after. One key: the result is the value.
-        out = jax_flash_metal.flash_attention(
-            query, key, jnp.flip(value), implementation="metal"
-        )
+        out = attend(query, key, jnp.flip(value))
         return jnp.flip(out)
 
+    kernels = jax.jit(attend)
+    negative = jax.jit(jnp.negative)
+    overwriting = jax.jit(jnp.negative, donate_argnums=0)
+
+    def reuse(*operands: Any) -> list[Any]:
+        x = kernels(*operands)
+        y = negative(x)
+        return [negative(y), negative(y), -np.asarray(y), x]
+
+    # Everything that they return must equal the value.
+    programs: dict[str, Callable[..., list[Any]]] = {
+        "round trip": lambda *operands: [round_trip(*operands)],
+        "donating": lambda *operands: [overwriting(overwriting(kernels(*operands)))],
+        "reusing": reuse,
+    }
     page = os.sysconf("SC_PAGE_SIZE")
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
-    for dtype, shape in _round_trip_shapes(page, max_head_dims()):
+    for program, dtype, shape in _hand_overs(page, max_head_dims()):
         batch, heads, width = shape
         value = rng.standard_normal((batch, 1, heads, width)).astype(dtype)
         small = jnp.ones((batch, 1, heads, 1), dtype)
         name = f"{value.nbytes} bytes of {value.dtype}"
-        events.progress(f"handing over {name}")
+        events.progress(f"handing over {name} ({program})")
         started = time.perf_counter()
-        out = np.asarray(round_trip(small, small, jnp.asarray(value)))
+        results = programs[program](small, small, jnp.asarray(value))
+        outs = [np.asarray(result) for result in results]
         seconds = time.perf_counter() - started
-        row = {"bytes": value.nbytes, "dtype": str(value.dtype), "shape": list(shape)}
-        different = int((out != value).sum()) if out.shape == value.shape else -1
-        rows.append(row | {"seconds": round(seconds, 4), "different": different})
+        same_shape = all(out.shape == value.shape for out in outs)
+        different = sum(int((o != value).sum()) for o in outs) if same_shape else -1
+        rows.append(
+            {
+                "program": program,
+                "bytes": value.nbytes,
+                "dtype": str(value.dtype),
+                "shape": list(shape),
+                "seconds": round(seconds, 4),
+                "different": different,
+            }
+        )
     host = pjrt.host_facts()
     facts = {
         "devices": [str(device) for device in devices],
@@ -269,7 +301,11 @@ def check_hand_over(events: Events, options: dict[str, Any]) -> None:
     how = host.get("handover", "")
     wrong = [row for row in rows if row["different"]]
     if wrong:
-        named = ", ".join(f"{row['bytes']} bytes of {row['dtype']}" for row in wrong)
+        named = ", ".join(
+            f"{row['bytes']} bytes of {row['dtype']}"
+            + (f" ({row['program']})" if row["program"] != "round trip" else "")
+            for row in wrong
+        )
         message = (
             "Values change on their way from the host plugin to the kernels and back: "
             f"{named}. Results on platform flash_metal cannot be trusted; "
@@ -277,26 +313,31 @@ def check_hand_over(events: Events, options: dict[str, Any]) -> None:
         )
         events.check(Check("hand-over", "fail", message, facts=facts, rows=rows))
         return
+    sizes = {row["bytes"] for row in rows}
     message = (
-        f"{len(rows)} sizes up to {max(row['bytes'] for row in rows) / 2**20:.0f} MiB "
+        f"{len(sizes)} sizes up to {max(sizes) / 2**20:.0f} MiB "
         f"pass through host plugin and kernels unchanged{f' ({how})' if how else ''}."
     )
     events.check(Check("hand-over", "ok", message, facts=facts, rows=rows))
 
 
-def _round_trip_shapes(
+def _hand_overs(
     page: int, limits: dict[str, int]
-) -> list[tuple[str, tuple[int, int, int]]]:
-    """dtype and (batch, heads, width): empty, tiny, odd, about a page, large."""
+) -> list[tuple[str, str, tuple[int, int, int]]]:
+    """Program, dtype, (batch, heads, width): empty, tiny, odd, about a page, large."""
     narrow = "float16" if "float16" in limits else "float32"
     count = page // (2 if narrow == "float16" else 4)
-    return [
+    shapes: list[tuple[str, tuple[int, int, int]]] = [
         ("float32", (0, 1, 1)),
         (narrow, (1, 1, 1)),
         ("float32", (1, 1, 1)),
         (narrow, (7, 3, 5)),
         *((narrow, _factored(count + i, limits[narrow])) for i in (-1, 0, 1)),
         ("float32", _factored(1 << 20, limits["float32"])),
+    ]
+    return [
+        *(("round trip", *shape) for shape in shapes),
+        *((name, *shapes[i]) for name in ("donating", "reusing") for i in (3, 5)),
     ]
 
 

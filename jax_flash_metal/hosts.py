@@ -71,7 +71,8 @@ class KnownHost:
 
 
 # The first one that is installed and fits is taken: the order of preference. Another
-# host is another row.
+# host is another row. None of those for macOS has been run behind flash_metal: what is
+# said of them is what their binaries and packages say.
 _ONE_CPU: Mapping[str, Option] = {"cpu_device_count": 1}
 KNOWN_HOSTS = (
     KnownHost(
@@ -90,10 +91,11 @@ KNOWN_HOSTS = (
         "libpjrt_cpu.so",
         _ONE_CPU,
     ),
-    # Nothing is copied in either direction. By itself it works up to jax 0.5.0: it
-    # knows no memory spaces, and reads StableHLO up to 0.19.4. Here every program is
-    # rewritten to that, and memories are ours (plugin/pjrt/old_host.cc): so any jax
-    # that this package works with.
+    # Written to so that nothing is copied in either direction. By itself it fits jax up
+    # to 0.5.0: it knows no memory spaces, and reads StableHLO up to 0.19.4. Here every
+    # program is rewritten to that, and memories are ours (plugin/pjrt/old_host.cc): so
+    # any jax that this package works with. Whether it starts on every newer macOS is in
+    # doubt (jax issue 34109); doctor tries the others then.
     KnownHost(
         "jax-metal",
         "darwin",
@@ -103,8 +105,9 @@ KNOWN_HOSTS = (
         {},
         system_version=(14, 4),
     ),
-    # Nothing is copied either. The options are those of jax_graft/__init__.py:
-    # "platform" gives every array a Metal buffer of its own. The package's lower bound.
+    # Written to so that nothing is copied either. The options are those of
+    # jax_graft/__init__.py: "platform" is to give every array a Metal buffer of its
+    # own. The package's lower bound.
     KnownHost(
         "jax-graft",
         "darwin",
@@ -157,6 +160,20 @@ class Host:
     options: Mapping[str, Option]
 
 
+def macos_version() -> Version:
+    """Major and minor version of this macOS, by that of its kernel; () elsewhere.
+
+    platform.mac_ver() says 16.0 for macOS 26 to a Python that was built with an older
+    SDK. The kernel's major version is 24 for macOS 15, 25 for macOS 26; one more each
+    year, before and since. The minor versions agree.
+    """
+    if sys.platform != "darwin":
+        return ()
+    kernel = _version(os.uname().release)
+    first = kernel[0] - 9 if kernel[0] < 25 else kernel[0] + 1
+    return (first, *kernel[1:2])
+
+
 def find() -> Host:
     """The host that the setting names, else the first known one that is installed and
     fits the installed jax.
@@ -168,6 +185,15 @@ def find() -> Host:
     host = _named(setting) if setting else _first_installed()
     check_library(host.path)
     return host
+
+
+def fitting() -> list[Host]:
+    """The known hosts that are installed and fit here, in the order of preference."""
+    return [
+        Host(known.name, path, known.options)
+        for known, path, misfit in _installed()
+        if misfit is None
+    ]
 
 
 def buffers() -> str:
@@ -194,7 +220,7 @@ def _named(setting: str) -> Host:
                     f"installed: pip install {setting}."
                 )
             return Host(known.name, path, known.options)
-    path = Path(setting).expanduser().absolute()
+    path = Path(os.path.expanduser(setting)).absolute()
     if not path.exists():
         names = ", ".join(known.name for known in _hosts_here() or KNOWN_HOSTS)
         raise HostError(
@@ -213,19 +239,24 @@ def _hosts_here() -> list[KnownHost]:
     return [known for known in KNOWN_HOSTS if (known.system, known.machine) == here]
 
 
-def _first_installed() -> Host:
-    here = _hosts_here()
+def _installed() -> list[tuple[KnownHost, Path, str | None]]:
+    """The known hosts that are installed, where, and why they do not fit here."""
     jax = _version(importlib.metadata.version("jax"))
-    system_version = _version(platform.mac_ver()[0]) if sys.platform == "darwin" else ()
-    misfits = []
-    for known in here:
-        path = _installed_library(known)
-        if path is None:
-            continue
-        misfit = known.misfit(jax, system_version)
-        if misfit is None:
-            return Host(known.name, path, known.options)
-        misfits.append(misfit)
+    paths = [(known, _installed_library(known)) for known in _hosts_here()]
+    return [
+        (known, path, known.misfit(jax, macos_version()))
+        for known, path in paths
+        if path is not None
+    ]
+
+
+def _first_installed() -> Host:
+    fits = fitting()
+    if fits:
+        return fits[0]
+    here = _hosts_here()
+    misfits = [misfit for *_, misfit in _installed() if misfit is not None]
+    jax = importlib.metadata.version("jax")
     extra = "metal" if sys.platform == "darwin" else "software"
     advice = (
         f"pip install 'jax-flash-metal[{extra}]' installs one"
@@ -234,7 +265,7 @@ def _first_installed() -> Host:
         f"{_canonical_machine(platform.machine())}"
     )
     found = (
-        f"none that is installed fits jax {_dotted(jax)} here ({'; '.join(misfits)})"
+        f"none that is installed fits jax {jax} here ({'; '.join(misfits)})"
         if misfits
         else "none is installed"
     )
@@ -255,23 +286,30 @@ def _dotted(version: Version) -> str:
 
 
 def jax_metal_conflict() -> str | None:
-    """What is wrong if jax-metal's own registration stops JAX here, and what to do.
+    """What jax-metal's own registration does here, and what to do; None: nothing.
 
     Being installed, jax-metal registers its platform METAL with JAX. When no platform
-    is named, JAX starts every platform that is registered, and from 0.5.1 on it ends
-    with an error because METAL has no memory spaces. Behind flash_metal jax-metal works
-    all the same, so the platforms must be named. Imports nothing.
+    is named, JAX starts every platform that is registered, and from 0.5.1 on it asks
+    for memory spaces, which METAL does not have: users report an error that ends it.
+    Behind flash_metal memories are ours, so the platforms must be named. Imports
+    nothing.
     """
     try:
         jax_metal = importlib.metadata.version("jax-metal")
         jax = importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
         return None
-    if _version(jax) < (0, 5, 1) or _named_platforms():
+    if _named_platforms():
         return None
+    effect = (
+        f"which stops jax {jax} when no platform is named (default_memory_space is not "
+        "supported)"
+        if _version(jax) >= (0, 5, 1)
+        else "which is started beside flash_metal, and is JAX's default where "
+        "flash_metal does not start"
+    )
     return (
-        f"jax-metal {jax_metal} registers the platform METAL, which stops jax {jax} "
-        "when no platform is named (default_memory_space is not supported): set "
+        f"jax-metal {jax_metal} registers the platform METAL, {effect}: set "
         "JAX_PLATFORMS=flash_metal,cpu, or "
         'jax.config.update("jax_platforms", "flash_metal,cpu") before JAX is used.'
     )

@@ -113,7 +113,8 @@ class Verdict:
     Attributes:
       error: The largest error as a part of what is allowed; None: no number.
       failure: What is wrong, as a clause; None: nothing.
-      is_transient: The failure says nothing of the kernel, as out of memory.
+      is_transient: The failure may not be the kernel's: it is not held against it in
+        other processes.
     """
 
     error: float | None
@@ -132,13 +133,23 @@ def check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
     """
     names = case.kernels(library)
     try:
-        results = _measure(library, case)
+        library.compile(case.problem(), case.backward)
     except AttentionError as error:
-        # A compiler's error names its kernel; others stay with all that ran.
+        # The compiler's error names its kernel; others stay with all of the pass.
         blamed = [name for name in names if name in str(error)] or names
         is_transient = error.code == RESOURCE_EXHAUSTED
-        verdict = Verdict(None, f"it does not run: {error}", is_transient)
+        verdict = Verdict(None, f"it does not compile: {error}", is_transient)
         return dict.fromkeys(blamed, verdict)
+    try:
+        results = _measure(library, case)
+    except AttentionError:
+        # By its documentation Metal also ends what runs beside another's fault, and for
+        # want of time or memory. So once more, and never for good.
+        try:
+            results = _measure(library, case)
+        except AttentionError as error:
+            verdict = Verdict(None, f"it does not run: {error}", is_transient=True)
+            return dict.fromkeys(names, verdict)
     return {name: _judge(name, results) for name in names}
 
 

@@ -4,25 +4,31 @@ Asked when a program is lowered and by `explain`, before a kernel is trusted. A 
 runs one tiny case (kernel_cases.py) against the definition; the verdict is kept in
 memory and in a file of the cache folder, per device, system, package version and text
 of the kernels. One that fails is not used: lowering takes the reference and warns.
-Uses no JAX: it runs inside JAX's lowering.
+Uses no JAX: it runs inside JAX's lowering. Where an earlier proof did not come to its
+end, the kernel may have crashed that process, so it is proven in one of its own:
+
+    python -m jax_flash_metal.kernel_proof CASE LIBRARY
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_flash_metal import kernel_cases, platforms
+from jax_flash_metal import crashes, kernel_cases, platforms
 from jax_flash_metal._version import __version__
 from jax_flash_metal.attention_library import (
     AttentionError,
@@ -79,8 +85,16 @@ _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
 
-@functools.cache
+_proofs_lock = threading.Lock()
+
+
 def _proofs() -> _Proofs:
+    with _proofs_lock:  # programs are lowered on several threads
+        return _only_proofs()
+
+
+@functools.cache
+def _only_proofs() -> _Proofs:
     return _Proofs(AttentionLibrary(platforms.load_library()))
 
 
@@ -104,8 +118,6 @@ class _Proofs:
             self._path = folder / "proofs" / f"{digest[:32]}.json"
         self._identity = identity
         self._verdicts = self._read()
-        if crashed := self._crashed():
-            self.add(crashed | self._verdicts)
 
     def objection(self, shape: CallShape, backward: bool) -> str | None:
         if self._no_device is not None:
@@ -118,11 +130,13 @@ class _Proofs:
             for name in dict.fromkeys(names):
                 if name not in self._verdicts:
                     self._prove(name, shape, backward)
-                failure = self._verdicts[name].failure
-                if failure is not None:
-                    where = self._identity["name"]
+                verdict = self._verdicts[name]
+                if verdict.failure is not None:
+                    where = f"on {self._identity['name']}"
+                    if verdict.is_transient:
+                        where += " in this process"
                     return _clause(
-                        f"the kernel {name} is disabled on {where}: {failure}"
+                        f"the kernel {name} is disabled {where}: {verdict.failure}"
                     )
         return None
 
@@ -140,8 +154,7 @@ class _Proofs:
         ]
         case = next(c for c in cases if name in c.kernels(self._library))
         _logger.debug("proving %s by %s", name, case)
-        with self._leaving_a_mark(case.kernels(self._library)):
-            found = kernel_cases.check(self._library, case)
+        found = self._check(name, case)
         if name not in found:
             others = "; ".join(f"{n}: {v.failure}" for n, v in found.items())
             failure = f"it could not be tested, for another kernel failed: {others}"
@@ -149,43 +162,31 @@ class _Proofs:
         # A verdict that is there stays: another case gave it.
         self.add(found | self._verdicts)
 
-    @contextlib.contextmanager
-    def _leaving_a_mark(self, names: Sequence[str]) -> Iterator[None]:
-        """Names what is being tested in a file, which stays if the process crashes.
+    def _check(self, name: str, case: KernelCase) -> dict[str, Verdict]:
+        """Runs the case, here unless it may crash.
 
-        Metal ends a process that misuses it; the next one must not run into the same.
+        Metal may end a process that misuses it, and the next one must not run into the
+        same. So a mark in the cache folder says that the kernel is being tested. Who
+        finds one knows that another process is at it, or has not come to its end: it
+        may have been killed, so that this alone says nothing of the kernel.
         """
-        mark = self._path and self._path.with_suffix(f".{os.getpid()}{_MARK}")
-        try:
-            if mark is not None:
-                with contextlib.suppress(OSError):
-                    mark.parent.mkdir(parents=True, exist_ok=True)
-                    mark.write_text("\n".join(names))
-            yield
-        finally:
-            if mark is not None:
-                with contextlib.suppress(OSError):
-                    mark.unlink()
-
-    def _crashed(self) -> dict[str, Verdict]:
-        """Verdicts on kernels whose test ended a process; takes the marks away."""
         if self._path is None:
-            return {}
-        failure = (
-            "the process that tested it ended in the midst: it crashed or was killed"
-        )
-        found: dict[str, Verdict] = {}
-        for mark in self._path.parent.glob(f"{self._path.stem}.*{_MARK}"):
-            pid = mark.name.split(".")[-2]
-            try:
-                if not pid.isdigit() or _is_running(int(pid)):
-                    continue
-                names = mark.read_text().split()
-                mark.unlink()
-            except OSError:  # another process was faster
-                continue
-            found |= dict.fromkeys(names, Verdict(None, failure))
-        return found
+            return kernel_cases.check(self._library, case)
+        mark = self._path.with_suffix(f".{name}{_MARK}")
+        if any(self._path.parent.glob(f"{self._path.stem}.*{_MARK}")):
+            tested = _check_in_a_process(case, case.kernels(self._library))
+            if tested is not None:
+                found, came_to_its_end = tested
+                if came_to_its_end:
+                    _remove(mark)
+                return found
+        try:
+            with contextlib.suppress(OSError):
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            return kernel_cases.check(self._library, case)
+        finally:
+            _remove(mark)
 
     def _read(self) -> dict[str, Verdict]:
         """What other processes found; nothing if the file is not there or not ours."""
@@ -224,8 +225,13 @@ class _Proofs:
             with tempfile.NamedTemporaryFile(
                 "w", dir=self._path.parent, delete=False
             ) as file:
-                json.dump(content, file, indent=1)
-            os.replace(file.name, self._path)
+                try:
+                    json.dump(content, file, indent=1)
+                    file.flush()
+                    os.replace(file.name, self._path)
+                except BaseException:
+                    _remove(Path(file.name))
+                    raise
         except OSError as error:
             _logger.info("the proofs are not kept: %s", error)
 
@@ -238,14 +244,9 @@ def _clause(text: str) -> str:
 _MARK = ".running"
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    return True
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _identity(library: AttentionLibrary) -> dict[str, Any]:
@@ -259,3 +260,62 @@ def _identity(library: AttentionLibrary) -> dict[str, Any]:
         # A library that was built anew has the same version: of use to developers.
         "library": [file.st_size, file.st_mtime_ns],
     }
+
+
+# -- In a process of its own -----------------------------------------------------------
+
+# Seconds; it takes one or two. macOS is documented to end what hangs on the GPU.
+_TIME_LIMIT = 120
+
+
+def _check_in_a_process(
+    case: KernelCase, names: Sequence[str]
+) -> tuple[dict[str, Verdict], bool] | None:
+    """kernel_cases.check, and whether the process came to its end.
+
+    None: no process can be started here that does it.
+    """
+    if not sys.executable or hasattr(sys, "frozen"):  # an application's own executable
+        return None
+    command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(case))]
+    try:
+        done = subprocess.run(
+            [*command, str(platforms.LIBRARY)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIME_LIMIT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    except subprocess.TimeoutExpired:
+        failure = f"its test did not end within {_TIME_LIMIT} s"
+        return dict.fromkeys(names, Verdict(None, failure, is_transient=True)), False
+    except OSError as error:
+        _logger.info("a kernel cannot be tested in another process: %s", error)
+        return None
+    if done.returncode < 0:
+        failure = f"its test {crashes.ending(done.returncode)}"
+        is_transient = not crashes.is_crash(done.returncode)
+        return dict.fromkeys(names, Verdict(None, failure, is_transient)), False
+    try:
+        found = json.loads(done.stdout.rpartition(_SEPARATOR)[2])
+    except ValueError:
+        _logger.info("a kernel cannot be tested in another process: %s", done.stderr)
+        return None
+    return {name: Verdict(**fields) for name, fields in found.items()}, True
+
+
+_SEPARATOR = "\0"  # of what others may print, and the verdicts
+
+
+def main() -> None:
+    case, path = sys.argv[1:]
+    library = AttentionLibrary(platforms.load_library(Path(path)))
+    found = kernel_cases.check(library, KernelCase(**json.loads(case)))
+    verdicts = {name: dataclasses.asdict(verdict) for name, verdict in found.items()}
+    print(_SEPARATOR, json.dumps(verdicts), sep="")
+
+
+if __name__ == "__main__":
+    main()

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from jax_flash_metal.plan import HostProfile
 
 PLATFORM = "flash_metal"
-# Above that of other plugins, 400: of two with the same, the first registered wins.
-PRIORITY = 500
+# Above those of others: 400 unless they ask for another, as jax-metal does, for 500. Of
+# two with the same the first that is registered would be JAX's default.
+PRIORITY = 600
 
 ProgramTransform = Callable[[bytes], "bytes | None"]
 

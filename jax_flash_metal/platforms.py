@@ -75,15 +75,15 @@ def cache_folder() -> Path | None:
     None where there is none: then nothing is kept between processes.
     """
     setting = os.environ.get(CACHE_SETTING, "")
-    if setting:
-        return Path(setting).expanduser().absolute()
     try:
+        if setting:
+            return Path(setting).expanduser().absolute()
         if sys.platform == "darwin":
             caches = Path.home() / "Library" / "Caches"
         else:
             named = os.environ.get("XDG_CACHE_HOME", "")
             caches = Path(named) if named else Path.home() / ".cache"
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # nobody's home, or that of a user who is not there
         return None
     return caches.absolute() / "jax-flash-metal"
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
 from jax_flash_metal import doctor, hosts, platforms
 from jax_flash_metal.variant_table import variants
 from tests.support.package_copy import PackageCopy, broken_kernels
+from tests.support.shared_library import compile_library
 
 pytestmark = pytest.mark.xdist_group("doctor")
 
@@ -174,6 +176,45 @@ def test_values_that_change_on_their_way(copy):
         "Values change on their way from the host plugin to the kernels and back: 4 "
         "bytes of float32, 4 bytes of float32, 420 bytes of float32, "
     )
+
+
+@pytest.mark.skipif(not HAS_HOST, reason="it needs a host plugin")
+def test_a_host_that_overwrites_what_it_must_not(copy):
+    copy.edit("doctor_checks", "-np.asarray(y), x]", "-np.asarray(y), negative(x)]")
+    (check,) = run_section(copy, "hand-over", "flash_metal")
+    assert check["status"] == "fail"
+    assert (
+        "and back: 420 bytes of float32 (reusing), 4096 bytes of float32 (reusing). "
+        in check["message"]
+    )
+
+
+@pytest.mark.skipif(not HAS_HOST, reason="it needs a host plugin")
+def test_another_host_that_works(copy):
+    """The first in the table is a library that is no plugin."""
+    package = copy.folder / "no_host"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    library = compile_library("int nothing() { return 0; }")
+    shutil.copy2(library, package / "library.so")
+    here = hosts._hosts_here()[0]
+    copy.edit(
+        "hosts",
+        "KNOWN_HOSTS = (\n",
+        f"KNOWN_HOSTS = (\n    KnownHost('no-host', {here.system!r}, {here.machine!r}, "
+        "'no_host', 'library.so', {}),\n",
+    )
+    works = hosts.find().name
+    checks, _ = run(copy, *WITHOUT_TIMING, code=1)
+    assert checks["host plugin"]["facts"]["name"] == "no-host"
+    hand_over = checks["hand-over"]
+    assert hand_over["status"] == "fail"
+    assert hand_over["message"].startswith(
+        f"Over the host plugin no-host it fails, over {works}, which is installed too, "
+        f"it works: set JAX_FLASH_METAL_HOST={works}. Platform flash_metal does not "
+    )
+    # Doctor itself does not choose it.
+    assert checks["training"]["facts"]["platform"] == "cpu"
 
 
 def test_a_training_step_that_differs(copy):

@@ -4,11 +4,12 @@ import importlib.metadata
 import json
 import platform
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from jax_flash_metal import doctor, hosts
+from jax_flash_metal import crashes, doctor, hosts
 from jax_flash_metal.benchmark_shapes import SHAPE_SETS
 from jax_flash_metal.doctor_report import Check, Report
 
@@ -30,10 +31,11 @@ MAC = {
 }
 
 
-def on_a_mac(monkeypatch, *, machine="arm64", version="15.1", **answers):
+def on_a_mac(monkeypatch, *, machine="arm64", kernel="24.1.0", **answers):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(platform, "mac_ver", lambda: (version, ("", "", ""), machine))
+    uname = types.SimpleNamespace(release=kernel)
+    monkeypatch.setattr(hosts.os, "uname", lambda: uname)
     said = MAC | {k.replace("_", " "): v for k, v in answers.items()}
     monkeypatch.setattr(doctor, "_output_of", lambda *command: said[" ".join(command)])
     return doctor.check_platform()
@@ -63,9 +65,16 @@ def test_an_intel_mac(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("version", ["13.6.1", "12", ""])
-def test_an_old_macos(monkeypatch, version):
-    check = on_a_mac(monkeypatch, version=version)
+def test_a_new_macos_and_an_old_python(monkeypatch):
+    """Python says 16.0 there if it was built with the SDK of macOS 15 or before."""
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("16.0", ("", "", ""), "arm64"))
+    check = on_a_mac(monkeypatch, kernel="25.0.0")
+    assert "macOS 26.0 on Apple M9." in check.message
+
+
+@pytest.mark.parametrize("kernel", ["22.6.0", "21.0.0"])
+def test_an_old_macos(monkeypatch, kernel):
+    check = on_a_mac(monkeypatch, kernel=kernel)
     assert check.status == "fail"
     assert check.message.endswith("; the kernels need macOS 14 or newer.")
 
@@ -165,6 +174,53 @@ def test_jax_metal_conflict(monkeypatch):
     assert (check.status, check.message) == ("warn", "a-host. It breaks: do this.")
 
 
+class Sections:
+    """Stands for _Section: hand-overs that fail but over some hosts."""
+
+    def __init__(self, *working):
+        self.working, self.tried = working, []
+
+    def __call__(self, name, expected, progress):
+        self.checks = []
+        return self
+
+    def run(self, limit, options, environment):
+        assert options == {"platform": "flash_metal"}
+        assert environment["JAX_PLATFORMS"] == "flash_metal,cpu"
+        name = environment[hosts.HOST_SETTING]
+        self.tried.append(name)
+        status = "ok" if name in self.working else "fail"
+        self.checks = [Check("hand-over", status, f"{status} over {name}.")]
+
+
+@pytest.mark.parametrize(
+    ("working", "tried", "words"),
+    [
+        (
+            ["jax-graft", "jax-mps"],
+            ["jax-graft"],
+            "Over the host plugin jax-metal it fails, over jax-graft, which is "
+            "installed too, it works: set JAX_FLASH_METAL_HOST=jax-graft. It hangs.",
+        ),
+        (["jax-mps"], ["jax-graft", "jax-mps"], "set JAX_FLASH_METAL_HOST=jax-mps. It"),
+        ([], ["jax-graft", "jax-mps"], "It hangs."),
+    ],
+    ids=str,
+)
+def test_other_hosts(monkeypatch, working, tried, words):
+    names = ("jax-metal", "jax-graft", "jax-mps")
+    installed = [hosts.Host(name, Path("p"), {}) for name in names]
+    monkeypatch.setattr(hosts, "fitting", lambda: installed)
+    sections = Sections(*working)
+    monkeypatch.setattr(doctor, "_Section", sections)
+    check = Check("hand-over", "fail", "It hangs.")
+    doctor._try_other_hosts(check, "jax-metal", silent)
+    assert sections.tried == tried
+    assert words in check.message and check.message.endswith("It hangs.")
+    assert check.status == "fail"
+    assert list(check.facts["other_hosts"]) == tried
+
+
 def test_a_check_that_breaks():
     def check_something_odd():
         raise KeyError("gone")
@@ -236,16 +292,86 @@ def test_a_section_without_a_result(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("code", "how"),
+    ("code", "how", "is_crash"),
     [
-        (-6, "crashed (SIGABRT)"),
-        (-11, "crashed (SIGSEGV)"),
-        (7, "ended with exit code 7"),
-        (-99, "was ended by signal 99"),
+        (-6, "crashed (SIGABRT)", True),
+        (-11, "crashed (SIGSEGV)", True),
+        (-9, "was killed (SIGKILL)", False),
+        (-1, "was killed (SIGHUP)", False),
+        (7, "ended with exit code 7", False),
+        (0, "ended with exit code 0", False),
+        (-99, "was killed (signal 99)", False),
     ],
 )
-def test_how_a_process_ended(code, how):
-    assert doctor._ending(code) == how
+def test_how_a_process_ended(code, how, is_crash):
+    assert crashes.ending(code) == how
+    assert crashes.is_crash(code) is is_crash
+
+
+# A process that says what it does and finds, as doctor_checks.py does, and then ends.
+TELLING = """#!{python}
+import json, os, signal, sys
+with open(sys.argv[4], "a") as file:
+    for event in {events!r}:
+        print(json.dumps(event), file=file)
+{end}
+"""
+
+
+def run_telling(monkeypatch, tmp_path, *events, end):
+    """A section with the checks a and b whose process does that."""
+    program = tmp_path / "telling"
+    program.write_text(TELLING.format(python=sys.executable, events=events, end=end))
+    program.chmod(0o755)
+    monkeypatch.setattr(doctor.sys, "executable", str(program))
+    section = doctor._Section("kernels", ("a", "b"), silent)
+    section.run(10, {}, {})
+    return section
+
+
+def found(name, status="ok"):
+    return {"check": {"name": name, "status": status, "message": "."}}
+
+
+AT_CASE = {"progress": "testing k", "case": 3}
+DIES = "os.kill(os.getpid(), signal.SIGSEGV)"
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_crash_at_a_case_is_that_of_its_kernels(monkeypatch, tmp_path):
+    section = run_telling(monkeypatch, tmp_path, found("a"), AT_CASE, end=DIES)
+    assert [(c.name, c.status) for c in section.checks] == [("a", "ok"), ("b", "fail")]
+    assert section.crash["case"] == 3
+    assert section.crash["how"] == "crashed (SIGSEGV)"
+
+
+def test_a_process_that_is_killed_at_a_case(monkeypatch, tmp_path):
+    """The kernels are not to blame: by a user, or the system that has no memory."""
+    section = run_telling(monkeypatch, tmp_path, found("a"), AT_CASE, end=KILLED)
+    assert section.checks[-1].message.startswith(
+        "The process was killed (SIGKILL) while testing k. "
+    )
+    assert section.crash is None
+
+
+@pytest.mark.parametrize("end", [DIES, "sys.exit(3)"])
+def test_a_crash_after_everything(monkeypatch, tmp_path, end):
+    """When the interpreter ends: all that was found stands."""
+    events = (found("a"), AT_CASE, found("b"))
+    section = run_telling(monkeypatch, tmp_path, *events, end=end)
+    assert [(c.name, c.status) for c in section.checks] == [
+        *(("a", "ok"), ("b", "ok"), ("end of kernels", "warn")),
+    ]
+    assert ", after all its checks. " in section.checks[-1].message
+    assert section.crash is None
+
+
+def test_a_crash_after_a_check_that_failed(monkeypatch, tmp_path):
+    """Nothing was to follow it."""
+    section = run_telling(monkeypatch, tmp_path, found("a", "fail"), end=DIES)
+    assert [(c.name, c.status) for c in section.checks] == [
+        *(("a", "fail"), ("end of kernels", "warn")),
+    ]
 
 
 # -- The report ------------------------------------------------------------------------

@@ -98,10 +98,19 @@ def test_kernels_that_do_not_compile(copy):
 
 
 def test_a_gpu_that_hangs(copy):
-    """One command buffer of the self-test times out; the rest goes on."""
-    prepare = 'fake.fake_metal_fail(b"commit", 5, 1, 3, b"Caused GPU Timeout Error")'
+    """A pass of the self-test times out, twice; the rest goes on."""
+    prepare = 'fake.fake_metal_fail(b"commit", 5, 2, 3, b"Caused GPU Timeout Error")'
     checks = run(copy, code=1, prepare=prepare)
     self_test = checks["self-test"]
     assert "Caused GPU Timeout Error" in self_test["message"]
     # Those of one pass, at most, are under suspicion.
     assert sum(row["failure"] is None for row in self_test["rows"]) >= 4
+    # Which programs do not hold against the kernels.
+    (proofs,) = (copy.folder / "cache" / "proofs").iterdir()
+    assert "Timeout" not in proofs.read_text()
+
+
+def test_a_gpu_that_hangs_once(copy):
+    """As when another program's fault ends all that runs on the GPU."""
+    prepare = 'fake.fake_metal_fail(b"commit", 5, 1, 3, b"Caused GPU Timeout Error")'
+    assert run(copy, code=0, prepare=prepare)["self-test"]["status"] == "ok"

@@ -101,7 +101,7 @@ def test_every_kernel_is_named_once_however_often_it_is_launched(set_max_work):
     names = native.kernels(problem, True)
     assert len(names) == 3
     set_max_work(1)
-    # Delta whole; a launch per block of 32 queries and head, and of 32 keys and kv head.
+    # Delta whole; one per block of 32 queries and head, and of 32 keys and kv head.
     assert native.num_launches(problem, True) == 1 + 2 * 4 * 6 + 2 * 4 * 3
     assert native.kernels(problem, True) == names
 

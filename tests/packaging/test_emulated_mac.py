@@ -346,6 +346,7 @@ ANSWERS: dict[str, Answer] = {
     "newBufferWithLength:options:": _buffer,
     "newBufferWithBytesNoCopy:length:options:deallocator:": _alias,
     "contents": lambda recorder, target, receiver: target.place,
+    "length": lambda recorder, target, receiver: target.size,
     "setLanguageVersion:": _logged("language"),
     "setFastMathEnabled:": _logged("fast math"),
     "newLibraryWithSource:options:error:": _library,

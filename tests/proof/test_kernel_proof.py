@@ -2,9 +2,13 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+import types
 import warnings
-from pathlib import Path
 
 import jax
 import pytest
@@ -16,6 +20,7 @@ from jax_flash_metal.attention_library import (
     AttentionError,
     AttentionLibrary,
     CallShape,
+    Problem,
 )
 from jax_flash_metal.kernel_cases import Verdict
 from tests.support import native
@@ -29,16 +34,22 @@ INTERNAL = 13
 class Library(AttentionLibrary):
     """The library, with other facts and errors; counts its runs."""
 
-    def __init__(self, *, error=None, facts=None, digest="digest"):
+    def __init__(self, *, errors=(), rejection=None, facts=None, digest="digest"):
+        """`errors`: of the first runs; `rejection`: of the compiler."""
         super().__init__(native.load())
         self.runs = 0
-        self.error = error
+        self.errors = list(errors)
+        self.rejection = rejection
         self._facts, self._digest = facts, digest
+
+    def compile(self, problem, backward):
+        if self.rejection:
+            raise self.rejection
 
     def run(self, problem, backward):
         self.runs += 1
-        if self.error:
-            raise self.error
+        if self.errors:
+            raise self.errors.pop(0)
         super().run(problem, backward)
 
     def device_facts(self):
@@ -164,21 +175,58 @@ def test_without_a_cache_folder_a_process_remembers(monkeypatch):
     assert library.runs == 1
 
 
-def test_a_failure_is_remembered():
-    error = AttentionError(INTERNAL, "the GPU timed out")
-    text = objection(Library(error=error))
+def test_without_room_nothing_is_left_behind(cache, monkeypatch):
+    """Of what is written before it is renamed."""
+
+    def no_room(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kernel_proof.os, "replace", no_room)
+    assert objection(Library()) is None
+    assert not list((cache / "proofs").iterdir())
+
+
+def rejection(name):
+    return AttentionError(INTERNAL, f"the Metal compiler rejects {name}: line 3: …")
+
+
+def test_a_kernel_that_does_not_compile_is_remembered():
+    text = objection(Library(rejection=rejection(FORWARD)))
     assert text == (
-        f"the kernel {FORWARD} is disabled on software Metal device: it does not run: "
-        "the GPU timed out"
+        f"the kernel {FORWARD} is disabled on software Metal device: it does not "
+        f"compile: the Metal compiler rejects {FORWARD}: line 3: …"
     )
     later = Library()
     assert objection(later) == text
     assert later.runs == 0
 
 
-def test_out_of_memory_is_not_remembered():
-    error = AttentionError(RESOURCE_EXHAUSTED, "no memory")
-    assert "no memory" in objection(Library(error=error))
+def test_a_compiler_without_memory_is_not_remembered():
+    no_memory = AttentionError(RESOURCE_EXHAUSTED, "no memory")
+    assert "no memory" in objection(Library(rejection=no_memory))
+    assert objection(Library()) is None
+
+
+def gpu_error(reason):
+    return AttentionError(INTERNAL, f"a GPU failed: {reason}")
+
+
+def test_a_kernel_that_does_not_run_is_tried_once_more():
+    library = Library(errors=[gpu_error("Innocent Victim")])
+    assert objection(library) is None
+    assert library.runs == 2
+
+
+def test_a_kernel_that_does_not_run_is_not_remembered():
+    """It may be another's fault: of another program on the same GPU, for one."""
+    library = Library(errors=[gpu_error("Innocent Victim"), gpu_error("Timeout")])
+    proofs = kernel_proof._Proofs(library)
+    for _ in range(2):
+        assert proofs.objection(SHAPE, False) == (
+            f"the kernel {FORWARD} is disabled on software Metal device in this "
+            "process: it does not run: a GPU failed: Timeout"
+        )
+    assert library.runs == 2
     later = Library()
     assert objection(later) is None
     assert later.runs == 1
@@ -186,67 +234,145 @@ def test_out_of_memory_is_not_remembered():
 
 def test_an_error_that_names_a_kernel_blames_only_that():
     dq = "attention_backward_dq_float32_d64_q32_k32_s4"
-    error = AttentionError(INTERNAL, f"the Metal compiler rejects {dq}: line 3: …")
-    library = Library(error=error)
-    proofs = kernel_proof._Proofs(library)
+    proofs = kernel_proof._Proofs(Library(rejection=rejection(dq)))
     assert "another kernel failed" in proofs.objection(SHAPE, True)
     # delta was asked first and has no verdict of its own: it is tested again.
-    library.error = None
-    later = Library()
-    text = objection(later, backward=True)
+    text = objection(Library(), backward=True)
     assert dq in text and "the Metal compiler rejects" in text
 
 
-CRASH = """
-import os, sys
-sys.path.insert(0, {root!r})
-from jax_flash_metal import kernel_proof
+# -- Processes that end in the midst ---------------------------------------------------
+
+DYING = """
+import os, signal, sys
 from tests.proof import test_kernel_proof as tests
 
-class Crashing(tests.Library):
+class Dying(tests.Library):
     def run(self, problem, backward):
-        {crash}
+        {end}
 
-print(tests.objection(Crashing()))
+print(tests.objection(Dying()))
 """
 
 
-def crash(how):
-    root = str(Path(__file__).parents[2])
-    program = CRASH.format(root=root, crash=how)
+def dying(end):
     cache_setting = {name: os.environ[name] for name in (platforms.CACHE_SETTING,)}
-    return run_python(program, JAX_PLATFORMS="cpu", **cache_setting)
+    return run_python(DYING.format(end=end), JAX_PLATFORMS="cpu", **cache_setting)
 
 
-def test_a_kernel_that_crashes_the_process_does_so_once(cache):
-    done = crash("os.abort()")
-    assert done.returncode == -6
+def marks(cache):
+    return [path.name for path in (cache / "proofs").glob("*.running")]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGHUP", "SIGSEGV"])
+def test_one_process_that_ends_in_the_midst_says_nothing(cache, name):
+    """It may have been killed by a user, by the system, or with its terminal."""
+    done = dying(f"os.kill(os.getpid(), signal.{name})")
+    assert done.returncode == -signal.Signals[name]
+    assert len(marks(cache)) == 1
     library = Library()
-    text = objection(library)
-    assert text == (
-        f"the kernel {FORWARD} is disabled on software Metal device: the process that "
-        "tested it ended in the midst: it crashed or was killed"
-    )
-    assert library.runs == 0
-    assert not list((cache / "proofs").glob("*.running"))
-    # From now on it is in the file, as any failure.
-    assert objection(Library()) == text
+    assert objection(library) is None
+    assert library.runs == 0  # in this process: it could crash it
+    assert not marks(cache)
+    later = Library()
+    assert objection(later) is None
+    assert later.runs == 0
 
 
-@pytest.mark.parametrize("how", ["raise KeyboardInterrupt", "sys.exit(1)"])
-def test_an_interrupted_proof_is_made_again(cache, how):
-    assert crash(how).returncode != 0
+@pytest.mark.parametrize("end", ["raise KeyboardInterrupt", "sys.exit(1)"])
+def test_an_interrupted_proof_is_made_again(cache, end):
+    assert dying(end).returncode != 0
+    assert not marks(cache)
     library = Library()
     assert objection(library) is None
     assert library.runs == 1
 
 
-def test_a_proof_of_a_running_process_says_nothing(cache):
-    """It may well be in the midst of it."""
-    assert objection(Library(), SHAPE, backward=True) is None
-    (file,) = (cache / "proofs").iterdir()
-    mark = file.with_suffix(f".{os.getpid()}.running")
-    mark.write_text(FORWARD)
+@pytest.fixture
+def marked(cache):
+    """A process has not come to the end of its proof; gives the cache folder."""
+    dying("os.kill(os.getpid(), signal.SIGKILL)")
+    assert len(marks(cache)) == 1
+    return cache
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Gives a function: how processes that test a kernel end."""
+
+    def set_end(code, stdout="", error=None):
+        def run(command, **options):
+            if error is not None:
+                raise error
+            return subprocess.CompletedProcess(command, code, stdout, "")
+
+        monkeypatch.setattr(kernel_proof.subprocess, "run", run)
+
+    return set_end
+
+
+def test_a_crash_that_was_seen_is_remembered(marked, ends):
+    ends(-signal.SIGABRT)
+    library = Library()
+    text = objection(library)
+    assert text == (
+        f"the kernel {FORWARD} is disabled on software Metal device: its test crashed "
+        "(SIGABRT)"
+    )
+    assert library.runs == 0
+    # From now on it is in the file, as any failure.
+    assert objection(Library()) == text
+    # And no other kernel is trusted not to crash.
+    library = Library()
+    assert "crashed" in objection(library, backward=True)
+    assert library.runs == 0
+
+
+def test_a_test_that_was_killed_is_made_again(marked, ends):
+    """By the system, which had no memory, for one."""
+    ends(-signal.SIGKILL)
+    assert objection(Library()) == (
+        f"the kernel {FORWARD} is disabled on software Metal device in this process: "
+        "its test was killed (SIGKILL)"
+    )
+    # Again not in the process itself.
+    ends(-signal.SIGABRT)
+    assert "crashed" in objection(Library())
+
+
+def test_a_test_that_hangs_is_made_again(marked, ends):
+    ends(0, error=subprocess.TimeoutExpired("python", 120))
+    assert objection(Library()).endswith(
+        "in this process: its test did not end within 120 s"
+    )
+    ends(-signal.SIGABRT)
+    assert "crashed" in objection(Library())
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"code": 1},
+        {"code": 0, "stdout": "a word of another"},
+        {"code": 0, "error": PermissionError("no processes here")},
+    ],
+    ids=str,
+)
+def test_where_no_process_can_test_it_this_one_does(marked, ends, end):
+    ends(**end)
+    library = Library()
+    assert objection(library) is None
+    assert library.runs == 1
+    assert not marks(marked)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("frozen", True), ("executable", ""), ("executable", None)]
+)
+def test_an_application_is_not_started_again(marked, ends, monkeypatch, name, value):
+    """Its executable is no Python."""
+    ends(0, error=AssertionError("a process was started"))
+    monkeypatch.setattr(sys, name, value, raising=False)
     library = Library()
     assert objection(library) is None
     assert library.runs == 1
@@ -273,8 +399,9 @@ def test_a_call_without_work_needs_no_proof():
 
 
 def test_explain_without_a_library(monkeypatch, tmp_path):
+    jax.devices()  # platform flash_metal needs the library to start
     monkeypatch.setattr(platforms, "LIBRARY", tmp_path / "none.so")
-    kernel_proof._proofs.cache_clear()
+    kernel_proof._only_proofs.cache_clear()
     x = jax.ShapeDtypeStruct((2, 5, 4, 64), "float32")
     explanation = jax_flash_metal.explain(x, x, x, implementation="metal")
     assert explanation.implementation == "unsupported"
@@ -283,8 +410,7 @@ def test_explain_without_a_library(monkeypatch, tmp_path):
 
 
 def test_doctor_replaces_what_is_known(monkeypatch):
-    error = AttentionError(INTERNAL, "the GPU timed out")
-    assert objection(Library(error=error)) is not None
+    assert objection(Library(rejection=rejection(FORWARD))) is not None
     proofs = kernel_proof._Proofs(Library())
     monkeypatch.setattr(kernel_proof, "_proofs", lambda: proofs)
     kernel_proof.replace({FORWARD: Verdict(0.1)})
@@ -308,6 +434,25 @@ def test_many_threads_prove_once():
         thread.join()
     assert found == [None] * 8
     assert library.runs == 1
+
+
+def test_many_threads_share_the_proofs(monkeypatch):
+    made = []
+
+    def slow(library):
+        time.sleep(0.05)
+        made.append(library)
+        return library
+
+    kernel_proof._only_proofs.cache_clear()
+    monkeypatch.setattr(kernel_proof, "_Proofs", slow)
+    threads = [threading.Thread(target=kernel_proof._proofs) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kernel_proof._only_proofs.cache_clear()
+    assert len(made) == 1
 
 
 def test_one_warning_per_reason(monkeypatch):
@@ -358,3 +503,37 @@ def test_no_home(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(platforms.Path, "home", no_home)
     assert platforms.cache_folder() is None
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_a_user_who_is_not_there(monkeypatch, system):
+    """The setting names a home that does not exist: nothing is kept."""
+    monkeypatch.setenv(platforms.CACHE_SETTING, "~no-such-user/x")
+    monkeypatch.setattr(platforms.sys, "platform", system)
+    assert platforms.cache_folder() is None
+
+
+# -- Texts of the library --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "a\nb\n"])
+def test_a_whole_text(text):
+    assert CutLibrary(text.encode()).kernels(Problem(), False) == text.splitlines()
+
+
+@pytest.mark.parametrize("text", ["a\nb", "kernel\n" * 10000, "x" * 70000])
+def test_a_text_that_was_cut_is_an_error(text):
+    with pytest.raises(RuntimeError, match=r"the end is missing: …'.*'$"):
+        CutLibrary(text.encode()).kernels(Problem(), False)
+
+
+class CutLibrary(AttentionLibrary):
+    """Writes a text as the library's functions do."""
+
+    def __init__(self, text):
+        self._text_to_write = text
+        self._library = types.SimpleNamespace(jfm_attention_kernels=self._write)
+
+    def _write(self, problem, backward, text, size):
+        text.value = self._text_to_write[: size - 1]
+        return 0

@@ -4,10 +4,12 @@ The bugs are in copies of the kernels; each program runs in a process of its own
 """
 
 import json
+import signal
 import textwrap
 
 import pytest
 
+from jax_flash_metal import platforms
 from tests.checker.planted import Bug
 from tests.checker.test_planted_bugs import DKV, FORWARD, SHORT_DQ, SHORT_FORWARD
 from tests.support.package_copy import PackageCopy, broken_kernels
@@ -215,8 +217,31 @@ def test_a_missing_kernel_is_a_failure_with_a_sentence(tmp_path):
     said = run(copy, "print(jax_flash_metal.explain(x, x, x))").stdout
     assert said.startswith(
         "xla: the kernel attention_forward_float32_d32_q32_k32_s4 is disabled on "
-        "software Metal device: it does not run: "
+        "software Metal device: it does not compile: "
     )
+
+
+def test_a_kernel_that_crashes_the_process_does_so_once(wrong_forward, tmp_path):
+    """Seen once, it is tested in a process of its own, and then known to all."""
+    native = wrong_forward.package / "_native" / platforms.LIBRARY.name
+    kernels = wrong_forward.package / "metal_kernels"
+    copy = PackageCopy(tmp_path / "site", kernels=kernels, library=native)
+    copy.edit(
+        "kernel_cases",
+        "    names = case.kernels(library)\n",
+        "    import os; os.abort()\n    names = case.kernels(library)\n",
+    )
+    program = START + "print(jax_flash_metal.explain(x, x, x).reason)"
+    assert copy.run("-c", program, JAX_PLATFORMS="cpu").returncode == -signal.SIGABRT
+    (mark,) = (copy.folder / "cache" / "proofs").iterdir()
+    said = run(copy, "print(jax_flash_metal.explain(x, x, x).reason)").stdout
+    assert said.startswith(
+        "the kernel attention_forward_float32_d32_q32_k32_s4 is disabled on software "
+        "Metal device: its test crashed (SIGABRT)"
+    )
+    assert mark.exists()  # the other kernels were not tested in the process either
+    # What is in the file is believed.
+    assert run(copy, "print(jax_flash_metal.explain(x, x, x).reason)").stdout == said
 
 
 def test_doctor_fails_and_says_what(wrong_forward):

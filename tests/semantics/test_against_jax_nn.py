@@ -10,6 +10,7 @@ import pytest
 from jax_flash_metal import dot_product_attention
 from tests.semantics import attention_cases as cases
 from tests.semantics.attention_cases import B, N, S, T
+from tests.support import versions
 from tests.support.closeness import assert_close
 
 THEIRS = inspect.signature(jax.nn.dot_product_attention).parameters
@@ -42,7 +43,7 @@ def test_case(case, dtype):
     query, key, value = cases.qkv(rng, cases.DTYPES[dtype], value_head_dim=cases.H)
     options = CASES[case](rng)
     if any(name not in THEIRS for name in options):
-        pytest.skip(f"jax.nn of jax {jax.__version__} has no {list(options)}")
+        versions.skip(f"jax.nn of jax {jax.__version__} has no {list(options)}")
     ours = dot_product_attention(query, key, value, **options)
     theirs = jax.nn.dot_product_attention(
         *map(jnp.asarray, (query, key, value)), **options

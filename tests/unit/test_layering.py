@@ -30,7 +30,7 @@ LAYERS = [
     ("lowering",),
     ("reference",),
     ("attention_library", "variant_table", "benchmark_shapes"),
-    ("config", "hosts", "plan", "_jax_compat", "_version"),
+    ("config", "hosts", "plan", "crashes", "_jax_compat", "_version"),
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))

@@ -1,4 +1,7 @@
-"""Where JAX_FLASH_METAL_REQUIRE_DEVICE is set, as on a Mac, a skipped test fails."""
+"""Where JAX_FLASH_METAL_REQUIRE_DEVICE is set, as on a Mac, a skipped test fails.
+
+Unless the installed versions are the reason (tests/support/versions.py).
+"""
 
 import os
 import re
@@ -11,8 +14,11 @@ from tests.support.processes import ROOT
 
 TESTS = """
 import pytest
+from tests.support import versions
 
 def test_passes(): pass
+
+def test_needs_another_version(): versions.skip("jax is older")
 
 def test_skips(): pytest.skip("no device")
 
@@ -27,9 +33,9 @@ def test_is_known_to_fail(): assert False
 @pytest.mark.parametrize(
     ("setting", "summary"),
     [
-        ("", "1 passed, 2 skipped, 1 xfailed"),
-        ("0", "1 passed, 2 skipped, 1 xfailed"),
-        ("1", "1 failed, 1 passed, 1 xfailed, 1 error"),
+        ("", "1 passed, 3 skipped, 1 xfailed"),
+        ("0", "1 passed, 3 skipped, 1 xfailed"),
+        ("1", "1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error"),
     ],
 )
 def test_skips(tmp_path, setting, summary):
