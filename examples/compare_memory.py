@@ -98,7 +98,7 @@ def main() -> int:
             print(row.format(length, implementation, peak, added, seconds), flush=True)
     print(
         'Memory is what this compares. Where "metal" is the software Metal device (on '
-        "JAX's\nplatform cpu), it is a correctness tool; its time says nothing about a "
+        "Linux),\nit is a correctness tool; its time says nothing about a "
         "GPU."
     )
     return 0

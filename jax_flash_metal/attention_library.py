@@ -189,7 +189,7 @@ class AttentionLibrary:
         self._call(function, ctypes.byref(problem), int(backward))
 
     def kernels(self, problem: Problem, backward: bool) -> list[str]:
-        """Names of the kernels that a pass launches, in order.
+        """Names of the kernels that a pass launches, each once, in order.
 
         Raises:
           AttentionError: No kernels take the problem.

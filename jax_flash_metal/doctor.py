@@ -258,7 +258,7 @@ def check_platform() -> Check:
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(("JAX_", "XLA_", "JFM_", "MTL_", "METAL_"))
+            if name.startswith(("JAX_", "XLA_", "JFM_", "MTL_", "METAL_", "AGX_"))
         },
     }
     where = f"{platform.system()} on {platform.machine()}"
@@ -295,7 +295,7 @@ def check_platform() -> Check:
 
 _PACKAGES = (
     *("jax", "jaxlib", "numpy", "ml_dtypes", "flax", "rich", "ziglang"),
-    *("jax-metal", "metal-pjrt-core", "jax-graft", "metaljax", "jax-mps"),
+    *("metal-pjrt-core", *(known.name for known in hosts.KNOWN_HOSTS)),
 )
 
 

@@ -26,7 +26,7 @@ from jax_flash_metal.doctor_report import HOW_TO_REPORT, Check, Status, sentence
 if TYPE_CHECKING:
     from jax_flash_metal.config import Implementation
 
-REINSTALL = "To reinstall: pip install --force-reinstall --no-deps jax-flash-metal."
+REINSTALL = "Reinstall jax-flash-metal from where it came (README, Usage)."
 
 
 class Events:

@@ -113,7 +113,6 @@ _JSON_TYPES = (bool, int, float, str)
 
 # -- The screen ------------------------------------------------------------------------
 
-_COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 # Of a message; the rest, a compiler's log for one, is in the report.
 _MAX_MESSAGE = 320
 

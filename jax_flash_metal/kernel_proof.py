@@ -127,7 +127,7 @@ class _Proofs:
         except AttentionError:
             return None  # no fault of a kernel's: the call's own error says it better
         with self._lock:
-            for name in dict.fromkeys(names):
+            for name in names:
                 if name not in self._verdicts:
                     self._prove(name, shape, backward)
                 verdict = self._verdicts[name]

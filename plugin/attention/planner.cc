@@ -19,7 +19,7 @@ constexpr int64_t kMinKeysPerSplit = 64;
 constexpr int64_t kTargetSimdgroups = 1024;  // enough to fill the largest GPU (M3 Ultra: 80 cores)
 constexpr int64_t kMaxHeadDim = 256;
 
-std::atomic<double> max_launch_work{kDefaultMaxLaunchWork};
+std::atomic<double> max_launch_work{kMaxWorkAtOnce};
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -339,7 +339,7 @@ Status AddSplit(PlanBuilder& builder, Plan& plan, const AttentionProblem& p, con
 }  // namespace
 
 void SetMaxLaunchWork(double operations) {
-  max_launch_work.store(operations > 0 ? operations : kDefaultMaxLaunchWork,
+  max_launch_work.store(operations > 0 ? operations : kMaxWorkAtOnce,
                         std::memory_order_relaxed);
 }
 

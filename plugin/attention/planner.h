@@ -49,12 +49,8 @@ struct Plan {
   int64_t delta_bytes = 0, partial_bytes = 0, partial_lse_bytes = 0;  // scratch
 };
 
-// No launch has much more work than this: a GPU that also draws the screen must not be busy
-// with one for long, and the system ends what takes seconds. 1e11 operations are 0.04 s at
-// the peak of the slowest chip, the 7-core M1 (2.3 TFLOP/s), and 0.3 s at 15 % of it; beside
-// that a launch costs nothing. Process-wide; 0 sets the default again. For tests and slow
-// devices.
-constexpr double kDefaultMaxLaunchWork = 1e11;
+// No launch has much more work than this, at first kMaxWorkAtOnce. Process-wide; 0 sets that
+// again. For tests and slow devices.
 void SetMaxLaunchWork(double operations);
 
 Result<Plan> PlanForward(const AttentionProblem& problem);

@@ -259,7 +259,7 @@ def test_no_library(small, tmp_path):
     checks, said = run(copy, code=1)
     assert checks["library"]["status"] == "fail"
     assert "is missing" in checks["library"]["message"]
-    assert "pip install --force-reinstall" in checks["library"]["message"]
+    assert "Reinstall jax-flash-metal" in checks["library"]["message"]
     for name in ("hand-over", "training", "timing"):
         assert checks[name]["message"].startswith("Not run: ")
     assert said.startswith("FAILED: library. Please attach the report")

@@ -1,4 +1,4 @@
-"""The library for macOS as a file. Nothing here can run it; all is looked at.
+"""The library for macOS as a file. It is looked at; test_emulated_mac.py runs its code.
 
 Each rule of complaints() is there because breaking it would show on a Mac only.
 """

@@ -238,7 +238,6 @@ _FUNCTIONS = {  # of fake_metal.h, without the prefix: result, arguments
 ERROR, NIL, RUN_ERROR, RUN_TIMEOUT = range(4)
 RUN_OUT_OF_MEMORY, RUN_PAGE_FAULT, RUN_NO_ERROR, WARNING = range(4, 8)
 RUN_REVOKED, EMPTY_ALIAS, FALSE_ALIAS, WRAPPED_DEVICE, OTHER_DEVICE = range(8, 13)
-POISON = 0xFF
 
 
 class FakeMetal:

@@ -99,7 +99,7 @@ Status AppleCommandBuffer::Encode(const Dispatch& dispatch) {
   Pool pool;
   if (Status status = Check(dispatch); !status.ok()) return status;
   if (Count(dispatch.threadgroups) == 0) return {};
-  if (encoder_ && work_ > 0 && work_ + dispatch.work > kMaxWorkPerCommandBuffer) {
+  if (encoder_ && work_ > 0 && work_ + dispatch.work > kMaxWorkAtOnce) {
     // The queue runs its command buffers in order, and Metal makes a later one wait for what
     // an earlier one writes to the same buffers.
     if (Status status = Commit(); !status.ok()) return status;

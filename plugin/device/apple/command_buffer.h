@@ -15,12 +15,6 @@
 
 namespace jfm::apple {
 
-// macOS draws the screen with the same GPU, and ends command buffers that keep it from that
-// for seconds. The slowest GPU there is, that of an M1 with 7 cores, has a peak of 2.3e12
-// operations per second; at 15 % of it this is 0.3 s, beside which the 0.1 ms or so that a
-// command buffer costs are nothing. A dispatch is not divided here: its planner does that.
-constexpr double kMaxWorkPerCommandBuffer = 1e11;
-
 // Counts what is under way; completion handlers end it on threads of Metal's. Shared with
 // them: whoever waited may be gone before the last of them has let go of the mutex.
 class Completion : public std::enable_shared_from_this<Completion> {

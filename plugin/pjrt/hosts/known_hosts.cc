@@ -92,17 +92,25 @@ Result<HostIdentity> IdentityOf(const Host& host, PJRT_Client* client) {
 
 Result<HostAccess> ChooseAccess(const Host& host, const HostIdentity& identity,
                                 const std::string& setting) {
+  const auto* known =
+      std::find_if(std::begin(kKnownHosts), std::end(kKnownHosts), [&](const KnownHost& row) {
+        return row.platform_name == identity.platform_name &&
+               StartsWith(identity.platform_version, row.platform_version);
+      });
+  const bool is_known = known != std::end(kKnownHosts);
   Handover handover = Handover::kCopy;
   bool has_native_buffers = false;
   if (setting == "address") {
+    // Of an unknown host the user may know it; of these we know better.
+    if (is_known && known->handover == Handover::kCopy) {
+      return Status(Code::kFailedPrecondition,
+                    std::string("JAX_FLASH_METAL_HOST_BUFFERS=address cannot be: the pointers "
+                                "of ") +
+                        known->name + " are no addresses; leave it out, or say copy.");
+    }
     handover = Handover::kAddress;
   } else if (setting == "auto") {
-    const auto* known =
-        std::find_if(std::begin(kKnownHosts), std::end(kKnownHosts), [&](const KnownHost& row) {
-          return row.platform_name == identity.platform_name &&
-                 StartsWith(identity.platform_version, row.platform_version);
-        });
-    if (known == std::end(kKnownHosts)) return Refuse(identity);
+    if (!is_known) return Refuse(identity);
     handover = known->handover;
     // Without our own Metal device (a build for tests, or a GPU that it refuses) the
     // handlers have no use for objects.

@@ -221,6 +221,16 @@ def test_an_unknown_host_is_refused_unless_it_is_copied(kind):
     assert run(copying, kind, **settings) == "copy"
 
 
+@pytest.mark.parametrize("kind", ["jax-metal", "jax-mps"])
+def test_what_is_no_address_is_not_taken_for_one(kind):
+    settings = mock_host.settings(kind=kind)
+    settings["JAX_FLASH_METAL_HOST_BUFFERS"] = "address"
+    refused = run_python("import jax; jax.devices()", **settings)
+    assert refused.returncode != 0
+    assert f"the pointers of {kind}" in refused.stderr
+    assert "are no addresses" in refused.stderr
+
+
 # -- Wrong answers of programs ---------------------------------------------------------
 
 COMPILING = {

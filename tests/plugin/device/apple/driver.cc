@@ -637,7 +637,7 @@ void DividesLongWork() {
   const std::unique_ptr<Device> device = Open();
   Forward forward;
   forward.Wrap(*device);
-  const double max = apple::kMaxWorkPerCommandBuffer;
+  const double max = kMaxWorkAtOnce;
   Calls commits("commit");
   const auto run = [&](const std::vector<double>& works, int64_t expected_commits) {
     const int64_t before = commits.count();
@@ -728,7 +728,7 @@ void ReportsGpuErrors() {
   Forward forward, causal({Dtype::kFloat16, 1, 9, 11, 1, 1, 32, 32, true});
   forward.Wrap(*device);
   causal.Wrap(*device);
-  const double max = apple::kMaxWorkPerCommandBuffer;
+  const double max = kMaxWorkAtOnce;
   const std::unique_ptr<CommandBuffer> commands = device->NewCommandBuffer();
   Fail("commit", FAKE_METAL_RUN_PAGE_FAULT, "the first", 1, 1);
   Fail("commit", FAKE_METAL_RUN_TIMEOUT, "the second");
@@ -779,7 +779,7 @@ void WaitsForTheGpu() {
     CHECK(gpu.is_released() && forward.IsDone());
   }
   // Destroyed without Wait(): waits as well, for the GPU still uses the buffers.
-  const double max = apple::kMaxWorkPerCommandBuffer;
+  const double max = kMaxWorkAtOnce;
   for (bool is_committed : {false, true}) {
     HeldGpu gpu;
     {
