@@ -37,7 +37,6 @@ from jax_flash_metal.doctor_report import (
 EXIT_OK, EXIT_FAILED = 0, 1
 DEFAULT_REPORT = "jax-flash-metal-report.txt"
 _DEFAULT_TIME_BUDGET = 30.0
-_OLDEST_JAX = (0, 4, 34)
 _OLDEST_MACOS = 14
 
 
@@ -317,8 +316,8 @@ def check_packages() -> Check:
     status: Status = "fail"
     if jax is None or jaxlib is None:
         problem = "JAX is not installed: pip install jax"
-    elif _numbers(jax) < _OLDEST_JAX:
-        oldest = ".".join(map(str, _OLDEST_JAX))
+    elif hosts.version_numbers(jax) < hosts.OLDEST_JAX:
+        oldest = ".".join(map(str, hosts.OLDEST_JAX))
         problem = f"jax is older than {oldest}: pip install --upgrade jax"
     elif versions["jax-flash-metal"] not in (None, __version__):
         status = "warn"
@@ -363,11 +362,6 @@ def _version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = ("".join(c for c in part if c.isdigit()) for part in version.split(".")[:3])
-    return tuple(int(part or 0) for part in parts)
 
 
 def _output_of(*command: str) -> str:

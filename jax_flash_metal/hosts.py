@@ -32,6 +32,7 @@ class HostError(RuntimeError):
 
 Option = int | float | bool | str | list[int]
 Version = tuple[int, ...]
+OLDEST_JAX: Version = (0, 4, 34)  # as in pyproject.toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class KnownHost:
     module: str
     library: str
     options: Mapping[str, Option]
-    jax: tuple[Version, Version | None] = ((0, 4, 34), None)
+    jax: tuple[Version, Version | None] = (OLDEST_JAX, None)
     system_version: Version = ()
 
     def misfit(self, jax: Version, system_version: Version) -> str | None:
@@ -169,7 +170,7 @@ def macos_version() -> Version:
     """
     if sys.platform != "darwin":
         return ()
-    kernel = _version(os.uname().release)
+    kernel = version_numbers(os.uname().release)
     first = kernel[0] - 9 if kernel[0] < 25 else kernel[0] + 1
     return (first, *kernel[1:2])
 
@@ -241,7 +242,7 @@ def _hosts_here() -> list[KnownHost]:
 
 def _installed() -> list[tuple[KnownHost, Path, str | None]]:
     """The known hosts that are installed, where, and why they do not fit here."""
-    jax = _version(importlib.metadata.version("jax"))
+    jax = version_numbers(importlib.metadata.version("jax"))
     paths = [(known, _installed_library(known)) for known in _hosts_here()]
     return [
         (known, path, known.misfit(jax, macos_version()))
@@ -275,7 +276,7 @@ def _first_installed() -> Host:
     )
 
 
-def _version(text: str) -> Version:
+def version_numbers(text: str) -> Version:
     """The numbers that a version starts with; 0.12.0.dev1 counts as its release."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, match[0].split("."))) if match else ()
@@ -304,7 +305,7 @@ def jax_metal_conflict() -> str | None:
     effect = (
         f"which stops jax {jax} when no platform is named (default_memory_space is not "
         "supported)"
-        if _version(jax) >= (0, 5, 1)
+        if version_numbers(jax) >= (0, 5, 1)
         else "which is started beside flash_metal, and is JAX's default where "
         "flash_metal does not start"
     )
