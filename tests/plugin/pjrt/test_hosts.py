@@ -69,6 +69,12 @@ def step(query, key, value):
     def loss(query):
         return jnp.sum(jnp.sin(attention(jnp.sin(query), key, value)))
     return jax.value_and_grad(loss)(query)
+
+def looped(query, key, value):
+    def layer(carry, _):
+        return jax.lax.cond(carry.sum() > -1e9, attention, lambda q, k, v: q,
+                            carry, key, value), None
+    return jax.lax.scan(layer, query, None, length=3)[0]
 """
 KINDS = {
     "jax-metal": "copy",  # without Apple's layer there are no objects of the device
@@ -102,13 +108,6 @@ def test_programs_give_what_they_give_on_cpu(kind):
     program = """
 mock.set_delay_ms(5)
 same(step, query, key, value)
-
-def looped(query, key, value):
-    def layer(carry, _):
-        return jax.lax.cond(carry.sum() > -1e9, attention, lambda q, k, v: q,
-                            carry, key, value), None
-    return jax.lax.scan(layer, query, None, length=3)[0]
-
 same(looped, query, key, value)
 # Nothing to copy or to point to.
 same(lambda q, k, v: attention(q[:0], k[:0], v[:0]).sum() + 1, query, key, value)

@@ -73,13 +73,6 @@ def test_programs_give_what_they_give_on_cpu(run):
     program = """
 mock.set_delay_ms(5)
 same(step, query, key, value)
-
-def looped(query, key, value):
-    def layer(carry, _):
-        return jax.lax.cond(carry.sum() > -1e9, attention, lambda q, k, v: q,
-                            carry, key, value), None
-    return jax.lax.scan(layer, query, None, length=3)[0]
-
 same(looped, query, key, value)
 same(lambda q, k, v: attention(q[:0], k[:0], v[:0]).sum() + 1, query, key, value)
 # Operands that no segment makes, results that none reads, and one that is passed on.
