@@ -1,12 +1,9 @@
 // Runs a plan on a device: scratch, pipelines, encoding, waiting.
-
 #include "plugin/attention/attention.h"
 
 #include <algorithm>
 #include <memory>
 #include <utility>
-
-#include "plugin/attention/planner.h"
 
 namespace jfm {
 namespace {
@@ -38,6 +35,8 @@ class Scratch {
  private:
   std::unique_ptr<Buffer> buffer_;
 };
+
+}  // namespace
 
 Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
   if (plan.launches.empty()) return {};
@@ -79,34 +78,13 @@ Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
   return commands->Wait();
 }
 
-Status CompileAll(Device& device, const Result<Plan>& plan) {
-  if (!plan.ok()) return plan.status();
-  for (const Launch& launch : (*plan).launches) {
+Status CompilePlan(Device& device, const Plan& plan) {
+  for (const Launch& launch : plan.launches) {
     Result<const Pipeline*> pipeline =
         device.GetPipeline(launch.variant->host_name, launch.constants);
     if (!pipeline.ok()) return pipeline.status();
   }
   return {};
-}
-
-}  // namespace
-
-Status RunForward(Device& device, const AttentionProblem& problem) {
-  Result<Plan> plan = PlanForward(problem);
-  return plan.ok() ? RunPlan(device, problem, *plan) : plan.status();
-}
-
-Status RunBackward(Device& device, const AttentionProblem& problem) {
-  Result<Plan> plan = PlanBackward(problem);
-  return plan.ok() ? RunPlan(device, problem, *plan) : plan.status();
-}
-
-Status CompileForward(Device& device, const AttentionProblem& problem) {
-  return CompileAll(device, PlanForward(problem));
-}
-
-Status CompileBackward(Device& device, const AttentionProblem& problem) {
-  return CompileAll(device, PlanBackward(problem));
 }
 
 }  // namespace jfm

@@ -1,16 +1,16 @@
-// What the layers above ask for. Plans, allocates scratch, encodes, waits.
+// What is done with a plan. Knows how kernels are launched, not which.
 #pragma once
 
+#include "plugin/attention/planner.h"
 #include "plugin/attention/problem.h"
 #include "plugin/device/device.h"
 
 namespace jfm {
 
-Status RunForward(Device& device, const AttentionProblem& problem);
-Status RunBackward(Device& device, const AttentionProblem& problem);
+// Allocates scratch, encodes, waits. The plan is that of the problem.
+Status RunPlan(Device& device, const AttentionProblem& problem, const Plan& plan);
 
 // Only gets the pipelines that a run would need, so that it need not wait for a compiler.
-Status CompileForward(Device& device, const AttentionProblem& problem);
-Status CompileBackward(Device& device, const AttentionProblem& problem);
+Status CompilePlan(Device& device, const Plan& plan);
 
 }  // namespace jfm

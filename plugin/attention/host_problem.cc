@@ -10,8 +10,8 @@
 
 namespace jfm {
 
-const Pass kForwardPass = {3, 5, RunForward, CompileForward};
-const Pass kBackwardPass = {7, 10, RunBackward, CompileBackward};
+const Pass kForwardPass = {3, 5, PlanForward};
+const Pass kBackwardPass = {7, 10, PlanBackward};
 
 namespace {
 
@@ -110,7 +110,8 @@ Status RunOnHost(Device& device, const Pass& pass, HostProblem host) {
     (host.problem.*kTensors[i].view).buffer = buffer->get();
     buffers.push_back(std::move(*buffer));
   }
-  return pass.run(device, host.problem);
+  Result<Plan> plan = pass.plan(host.problem);
+  return plan.ok() ? RunPlan(device, host.problem, *plan) : plan.status();
 }
 
 }  // namespace jfm

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "plugin/attention/planner.h"
 #include "plugin/attention/problem.h"
 #include "plugin/device/device.h"
 #include "plugin/status.h"
@@ -75,13 +76,11 @@ inline constexpr std::array<SizeSpec, 6> kSizes = {{
     {"value_head_dim", &AttentionProblem::value_head_dim, 1, 2},
 }};
 
-// Forward or backward: how many tensors of the table it has, and what runs or only
-// compiles it.
+// Forward or backward: how many tensors of the table it has, and what plans it.
 struct Pass {
   size_t num_operands;
   size_t num_tensors;
-  Status (*run)(Device&, const AttentionProblem&);
-  Status (*compile)(Device&, const AttentionProblem&);
+  Result<Plan> (*plan)(const AttentionProblem&);
 
   size_t num_results() const { return num_tensors - num_operands; }
 };

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "plugin/attention/attention.h"
 #include "plugin/attention/host_problem.h"
-#include "plugin/attention/planner.h"
 #include "plugin/c_boundary.h"
 #include "plugin/device/default_device.h"
 #ifndef JFM_DEVICE_APPLE
@@ -87,34 +87,47 @@ void CopyText(const std::string& source, char* text, size_t size) {
   if (text != nullptr && size > 0) std::snprintf(text, size, "%s", source.c_str());
 }
 
-// Decodes the problem, and runs or compiles it.
-int Do(const Pass& pass, bool only_compile, const JfmAttentionProblem* problem, char* error,
-       size_t error_size) noexcept {
+const Pass& PassOf(int backward) { return backward != 0 ? kBackwardPass : kForwardPass; }
+
+int Run(const Pass& pass, const JfmAttentionProblem* problem, char* error,
+        size_t error_size) noexcept {
   const Status status = WithoutExceptions([&]() -> Status {
     if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
     Result<HostProblem> host = Decode(*problem, pass);
     if (!host.ok()) return host.status();
     Result<Device*> device = DefaultDevice();
     if (!device.ok()) return device.status();
-    if (only_compile) return pass.compile(**device, host->problem);
     return RunOnHost(**device, pass, std::move(*host));
   });
   CopyText(status.message(), error, error_size);
   return static_cast<int>(status.code());
 }
 
-Result<Plan> MakePlan(bool backward, const JfmAttentionProblem* problem) {
+// What the pass would launch.
+Result<Plan> MakePlan(const Pass& pass, const JfmAttentionProblem* problem) {
   if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
-  Result<HostProblem> host = Decode(*problem, backward ? kBackwardPass : kForwardPass);
+  Result<HostProblem> host = Decode(*problem, pass);
   if (!host.ok()) return host.status();
-  return backward ? PlanBackward(host->problem) : PlanForward(host->problem);
+  return pass.plan(host->problem);
 }
 
-int NameKernels(bool backward, const JfmAttentionProblem* problem, char* text,
+int Compile(const Pass& pass, const JfmAttentionProblem* problem, char* error,
+            size_t error_size) noexcept {
+  const Status status = WithoutExceptions([&]() -> Status {
+    Result<Plan> plan = MakePlan(pass, problem);
+    if (!plan.ok()) return plan.status();
+    Result<Device*> device = DefaultDevice();
+    return device.ok() ? CompilePlan(**device, *plan) : device.status();
+  });
+  CopyText(status.message(), error, error_size);
+  return static_cast<int>(status.code());
+}
+
+int NameKernels(const Pass& pass, const JfmAttentionProblem* problem, char* text,
                 size_t text_size) noexcept {
   std::string lines;
   const Status status = WithoutExceptions([&]() -> Status {
-    Result<Plan> plan = MakePlan(backward, problem);
+    Result<Plan> plan = MakePlan(pass, problem);
     if (!plan.ok()) return plan.status();
     std::vector<std::string> names;  // few, however many launches there are
     for (const Launch& launch : plan->launches) {
@@ -128,10 +141,10 @@ int NameKernels(bool backward, const JfmAttentionProblem* problem, char* text,
   return static_cast<int>(status.code());
 }
 
-int64_t CountLaunches(bool backward, const JfmAttentionProblem* problem) noexcept {
+int64_t CountLaunches(const Pass& pass, const JfmAttentionProblem* problem) noexcept {
   int64_t count = -1;
   (void)WithoutExceptions([&]() -> Status {
-    Result<Plan> plan = MakePlan(backward, problem);
+    Result<Plan> plan = MakePlan(pass, problem);
     if (plan.ok()) count = static_cast<int64_t>(plan->launches.size());
     return {};
   });
@@ -174,27 +187,26 @@ JFM_EXPORT int jfm_abi_version(void) { return JFM_ABI_VERSION; }
 
 JFM_EXPORT int jfm_attention_forward(const JfmAttentionProblem* problem, char* error,
                                      size_t error_size) {
-  return jfm::Do(jfm::kForwardPass, /*only_compile=*/false, problem, error, error_size);
+  return jfm::Run(jfm::kForwardPass, problem, error, error_size);
 }
 
 JFM_EXPORT int jfm_attention_backward(const JfmAttentionProblem* problem, char* error,
                                       size_t error_size) {
-  return jfm::Do(jfm::kBackwardPass, /*only_compile=*/false, problem, error, error_size);
+  return jfm::Run(jfm::kBackwardPass, problem, error, error_size);
 }
 
 JFM_EXPORT int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
                                      size_t text_size) {
-  return jfm::NameKernels(backward != 0, problem, text, text_size);
+  return jfm::NameKernels(jfm::PassOf(backward), problem, text, text_size);
 }
 
 JFM_EXPORT int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int backward) {
-  return jfm::CountLaunches(backward != 0, problem);
+  return jfm::CountLaunches(jfm::PassOf(backward), problem);
 }
 
 JFM_EXPORT int jfm_attention_compile(const JfmAttentionProblem* problem, int backward, char* error,
                                      size_t error_size) {
-  const jfm::Pass& pass = backward != 0 ? jfm::kBackwardPass : jfm::kForwardPass;
-  return jfm::Do(pass, /*only_compile=*/true, problem, error, error_size);
+  return jfm::Compile(jfm::PassOf(backward), problem, error, error_size);
 }
 
 JFM_EXPORT int jfm_device_facts(char* text, size_t text_size) {
