@@ -5,18 +5,31 @@ Everything else of the package uses JAX through its stable public names and thes
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.ad_checkpoint
 import jax.extend.core
-from jax._src import compiler, dispatch, xla_bridge
+import numpy as np
+from jax._src import compiler, dispatch, sharding_impls, xla_bridge
 from jax._src.interpreters import mlir as internal_mlir
 from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import batching, mlir
 from jaxlib import xla_client
+
+try:  # since jax 0.5
+    from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
+
+    _RULE_PARAMETERS = inspect.signature(str_to_sdy_sharding_rule).parameters
+except ImportError:
+    str_to_sdy_sharding_rule = None
 
 # Untyped in JAX, hence Any. jax.ffi is a module since jax 0.5.
 try:
@@ -43,19 +56,32 @@ __all__ = [
     "READS_NEW_OPTIMIZED_PROGRAMS",
     "ShapedArray",
     "add_linear_algebra",
+    "allow_in_shard_map",
     "apply_primitive",
     "batching",
     "checkpoint_name",
+    "explicit_spec",
     "ffi",
+    "has_mesh",
+    "is_lost_to_gspmd",
     "is_prng_key",
     "is_tracer",
+    "lower_partitioned",
     "lowering_platforms",
     "mlir",
+    "num_partitions",
+    "partition_devices",
     "primitive",
     "refuse_compiling_after_fork",
+    "refuse_in_forked_process",
     "register_custom_call_handler",
     "register_failing_platform",
     "register_platform",
+    "result_type",
+    "run_kernels",
+    "tile_assignment",
+    "vary_alike",
+    "without_mesh",
 ]
 
 
@@ -146,6 +172,45 @@ def refuse_compiling_after_fork(platform: str, message: str) -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
+_runs_kernels = False
+_forked = False
+
+
+def run_kernels() -> None:
+    """Says that programs of this process run our kernels; see `_after_fork`."""
+    global _runs_kernels
+    _runs_kernels = True
+
+
+def _after_fork() -> None:
+    """In the child: JAX compiles, and runs much, on threads that did not come along.
+
+    What was compiled before is traced again, and then refused.
+    """
+    global _forked
+    _forked = bool(xla_bridge._backends)
+    if _forked and _runs_kernels:
+        jax.clear_caches()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def refuse_in_forked_process() -> None:
+    """Raises where JAX would wait for ever.
+
+    Raises:
+      RuntimeError: This process was forked from one that had started JAX.
+    """
+    if _forked:
+        raise RuntimeError(
+            "this process was forked from one that had used JAX, whose threads did not "
+            "come along: it can neither compile nor run here; start worker processes "
+            "before the first use of JAX, or by multiprocessing's 'spawn'."
+        )
+
+
 # Linear algebra that JAX can only lower for platforms that it knows (eigh, schur, …).
 
 
@@ -166,3 +231,173 @@ def add_linear_algebra(platform: str) -> None:
     for name, handler in _lapack.registrations().items():
         if name.endswith("_ffi"):  # the others are not typed
             ffi.register_ffi_target(name, handler, platform=platform)
+
+
+# Programs for several devices (sharding.py).
+
+
+def num_partitions(ctx: Any) -> int:
+    """Over how many devices JAX partitions the program; 1 also where it does not.
+
+    Inside shard_map and pmap the program is one device's, or JAX partitions a rest of
+    the mesh, which the custom call then does not take part in. Exported programs
+    cannot take the rules with them.
+    """
+    axis_context = ctx.module_context.axis_context
+    if ctx.module_context.lowering_parameters.for_export:
+        return 1
+    if isinstance(axis_context, sharding_impls.ShardingContext):
+        return int(axis_context.num_devices)
+    return 1
+
+
+def partition_devices(ctx: Any) -> Sequence[Any]:
+    """As many devices as the program has; in programs they only stand for positions."""
+    context = ctx.module_context
+    if context.axis_context.device_assignment is not None:
+        return tuple(context.axis_context.device_assignment)
+    return tuple(jax.devices(context.platforms[0]))[: context.axis_context.num_devices]
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """A context without the mesh of the user's `jax.set_mesh`."""
+    if not hasattr(jax.sharding, "use_abstract_mesh"):  # before jax 0.7
+        return contextlib.nullcontext()
+    empty = jax.sharding.AbstractMesh((), ())
+    context: contextlib.AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(
+        empty
+    )
+    return context
+
+
+def is_lost_to_gspmd(ctx: Any) -> bool:
+    """Whether XLA's older partitioner would end the process because of a custom call.
+
+    It does in a shard_map over some of the mesh's axes only.
+    """
+    axis_context = ctx.module_context.axis_context
+    if jax.config.jax_use_shardy_partitioner:
+        return False
+    if not isinstance(axis_context, sharding_impls.SPMDAxisContext):
+        return False
+    manual, sizes = axis_context.manual_axes, axis_context.mesh.shape
+    return any(size > 1 for axis, size in sizes.items() if axis not in manual)
+
+
+def tile_assignment(sharding: Any, rank: int) -> np.ndarray | None:
+    """Positions of devices as [*parts of each dimension, copies]; None: not tiled."""
+    if sharding is None:
+        return None
+    tiling = sharding._to_xla_hlo_sharding(rank)
+    if tiling.is_replicated() or not tiling.is_tiled():
+        return None
+    if len(tiling.subgroup_types()) > 1:
+        return None
+    devices = np.asarray(tiling.tile_assignment_devices())
+    return devices.reshape(tiling.tile_assignment_dimensions())
+
+
+def lower_partitioned(
+    ctx: Any,
+    call: Callable[..., Any],
+    operands: Sequence[Any],
+    partition: Callable[..., Any],
+    infer: Callable[..., Any],
+    rule: str,
+    sizes: Mapping[str, Any],
+    unsplit: tuple[str, ...],
+) -> Any:
+    """Lowers `call` with rules for the partitioner; see jax's custom_partitioning."""
+    partitioned = custom_partitioning(lambda *arrays: tuple(call(*arrays)))
+    options: dict[str, Any] = {}
+    if str_to_sdy_sharding_rule is not None:
+        if "need_replication_factors" in _RULE_PARAMETERS:
+            sizes = {**sizes, "need_replication_factors": unsplit}
+        options["sharding_rule"] = str_to_sdy_sharding_rule(rule, **sizes)
+    partitioned.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        decode_shardings=False,
+        **options,
+    )
+    context = ctx.module_context
+    axis_context = dataclasses.replace(
+        context.axis_context, device_assignment=tuple(partition_devices(ctx))
+    )
+    ctx = ctx.replace(module_context=context.replace(axis_context=axis_context))
+    lower = mlir.lower_fun(partitioned, multiple_results=True)
+    return lower(ctx, *operands)
+
+
+def result_type(
+    like: Any, shape: tuple[int, ...], dtype: Any, spec: Sequence[Any]
+) -> ShapedArray:
+    """The type of a result that varies over the manual axes that `like` varies over.
+
+    Args:
+      like: The type of an operand.
+      shape: Of the result.
+      dtype: Of the result.
+      spec: Of the result, on the mesh of `like`: where axes are explicit, a type says
+        how a value is sharded.
+    """
+    if not hasattr(like, "sharding"):
+        return ShapedArray(shape, dtype)
+    sharding = jax.sharding.NamedSharding(
+        like.sharding.mesh, jax.sharding.PartitionSpec(*spec)
+    )
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def has_mesh(aval: Any) -> bool:
+    """Whether a value's type knows of a mesh."""
+    return hasattr(aval, "sharding") and not aval.sharding.mesh.empty
+
+
+def explicit_spec(aval: Any) -> tuple[Any, ...]:
+    """Per dimension the axes over which a value's type says that it is sharded."""
+    spec = tuple(aval.sharding.spec) if hasattr(aval, "sharding") else ()
+    return spec + (None,) * (aval.ndim - len(spec))
+
+
+# shard_map's check of what is the same on all devices, and what gradients make of it.
+
+
+def vary_alike(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, all varying over the manual mesh axes that any of them varies over.
+
+    So that JAX sums the gradient of one that did not vary.
+    """
+    cast = getattr(jax.lax, "pcast", None)
+    if cast is not None:
+        cast = functools.partial(cast, to="varying")
+    else:  # before jax 0.8
+        cast = getattr(jax.lax, "pvary", None)
+    if cast is None:
+        return list(arrays)
+    varying = [_varying_axes(jax.typeof(a)) for a in arrays]
+    every = frozenset().union(*varying)
+    return [
+        cast(a, tuple(sorted(every - axes))) if every - axes else a
+        for a, axes in zip(arrays, varying)
+    ]
+
+
+def _varying_axes(aval: Any) -> frozenset[Any]:
+    aval = getattr(aval, "manual_axis_type", None) or aval
+    axes: frozenset[Any] = getattr(aval, "varying", getattr(aval, "vma", frozenset()))
+    return axes
+
+
+def allow_in_shard_map(*primitives: Any) -> None:
+    """Gives the rules that shard_map wanted before it looked at types.
+
+    JAX forgot that of `checkpoint_name`.
+    """
+    if jax.__version_info__ < (0, 6, 1):
+        from jax._src.ad_checkpoint import name_p
+        from jax.experimental import shard_map
+
+        for primitive_ in (*primitives, name_p):
+            shard_map.register_standard_check(primitive_)
+            shard_map.register_standard_rewrite(primitive_)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash_metal import autodiff, checks, reference, support
+from jax_flash_metal._jax_compat import refuse_in_forked_process, vary_alike
 from jax_flash_metal.config import (
     AttentionConfig,
     AttentionOperands,
@@ -195,11 +196,14 @@ def run(operands: AttentionOperands, config: AttentionConfig) -> tuple[Array, Ar
     """Returns out and logsumexp of checked operands."""
     if config.implementation == "xla":
         return reference.attention(operands, config)
-    reason = support.unfused_reason(operands, config)
+    reason = support.unfused_reason(operands)
     if reason is not None:
         if config.implementation == "metal":
             raise support.demand_kernels(reason)
         log_fallback(f"flash_attention takes the reference: {reason}.")
+    # Inside shard_map, before the custom gradient: it does not sum over devices itself.
+    arrays, tree = jax.tree.flatten(operands)
+    operands = jax.tree.unflatten(tree, vary_alike(arrays))
     return autodiff.attention(operands, config, reason is None)
 
 
@@ -238,6 +242,8 @@ def prepare(
     heads, as Flax has it; outer_batch_index, where this call stands in a larger batch,
     whose elements must not get the same bits.
     """
+    if implementation == "metal":
+        refuse_in_forked_process()  # before anything runs: JAX would wait for ever
     query = checks.array("query", query)
     key = checks.array("key", key)
     value = checks.array("value", value)
@@ -249,9 +255,11 @@ def prepare(
     kv_len = key.shape[1]
     scores_shape = (batch_size, num_heads, q_len, kv_len)
 
+    # For the kernels' sake few dtypes; JAX differentiates these casts.
+    accumulation = jnp.promote_types(query.dtype, jnp.float32)
     operands: dict[str, Array] = {}
     if bias is not None:
-        operands["bias"] = checks.bias(bias, scores_shape)
+        operands["bias"] = checks.bias(bias, scores_shape, accumulation)
     if mask is not None:
         operands["mask"] = checks.mask(mask, scores_shape)
     if segment_ids is not None:
@@ -270,7 +278,8 @@ def prepare(
             )
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is not None:
-            operands[name] = checks.per_head(name, per_head, num_heads)
+            checked = checks.per_head(name, per_head, num_heads)
+            operands[name] = checked.astype(accumulation)[None]
 
     is_causal = checks.flag("is_causal", is_causal)
     window = checks.sliding_window(sliding_window)
@@ -279,17 +288,19 @@ def prepare(
         has_effect=is_causal or window is not None or alibi_slopes is not None,
     )
     if not isinstance(offset, int):
-        operands["q_offset"] = offset
+        operands["q_offset"] = offset[None]
     rate = checks.dropout_rate(dropout_rate, dropout_key)
     if dropout_key is not None:
         dropout_key = checks.dropout_key(dropout_key)
     if rate:
-        operands["dropout_key"] = dropout_key
+        if dropout_key.shape == (4,):  # of another generator (rbg): mix its halves
+            dropout_key = jnp.stack(reference.threefry2x32(*dropout_key))
+        operands["dropout_key"] = dropout_key[None]
         step = 0 if broadcast_dropout else 1
-        operands["dropout_batch_indices"] = step * (
-            outer_batch_index * batch_size + jnp.arange(batch_size)
-        )
-        operands["dropout_head_indices"] = step * jnp.arange(num_heads)
+        batch_indices = outer_batch_index * batch_size + jnp.arange(batch_size)
+        operands["dropout_batch_indices"] = (step * batch_indices).astype(jnp.int32)
+        head_indices = step * jnp.arange(num_heads, dtype=jnp.int32)
+        operands["dropout_head_indices"] = head_indices[None]
 
     config = AttentionConfig(
         scale=checks.scale(scale, head_dim),
@@ -334,8 +345,8 @@ def is_supported(*args: Any, **kwargs: Any) -> bool:
     That is, whether `implementation="metal"` is accepted on a platform with kernels.
     Arguments and exceptions as for `explain`.
     """
-    operands, config = _prepare_abstract(*args, **kwargs)
-    return support.unfused_reason(operands, config) is None
+    operands, _ = _prepare_abstract(*args, **kwargs)
+    return support.unfused_reason(operands) is None
 
 
 def _prepare_abstract(
@@ -466,11 +477,11 @@ def dot_product_attention(
 
 
 def merge_partials(
-    outs: Sequence[Array], logsumexps: Sequence[Array]
+    outs: Sequence[Array], logsumexps: Sequence[Array], sinks: Any = None
 ) -> tuple[Array, Array]:
     """Attention over all keys from attentions over disjoint parts of the keys.
 
-        logsumexp = log Σ_i exp(logsumexp_i)
+        logsumexp = log(Σ_i exp(logsumexp_i) + exp(sink))
         out       = Σ_i exp(logsumexp_i - logsumexp) * out_i
 
     For ring attention and split decoding. Parts of which a row sees nothing (logsumexp
@@ -479,13 +490,27 @@ def merge_partials(
     Args:
       outs: Each [*B, T, N, V], as `flash_attention` returns them.
       logsumexps: Each [*B, N, T], of the same calls.
+      sinks: floating [N], counted once for all parts, which are then computed without.
+        As in `flash_attention`, a row that sees no key has none. (Where every row sees
+        a key of one part, that part may have been given the sinks instead.)
 
     Returns:
       out [*B, T, N, V] in the dtype of the first out, and logsumexp [*B, N, T].
 
     Raises:
       ValueError: No parts, different numbers of parts, or shapes that do not agree.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_flash_metal import flash_attention, merge_partials
+      >>> x = jnp.ones((2, 36, 6, 64))
+      >>> halves = jnp.split(x, 2, axis=1)
+      >>> parts = [flash_attention(x, h, h, return_logsumexp=True) for h in halves]
+      >>> merge_partials(*zip(*parts))[0].shape
+      (2, 36, 6, 64)
     """
+    outs = [checks.array("outs", out) for out in outs]
+    logsumexps = [checks.array("logsumexps", lse) for lse in logsumexps]
     if not outs or len(outs) != len(logsumexps):
         raise ValueError(
             "outs and logsumexps must have the same number of parts, at least 1, but "
@@ -493,8 +518,8 @@ def merge_partials(
         )
     for out, lse in zip(outs, logsumexps):
         same = out.shape == outs[0].shape and lse.shape == logsumexps[0].shape
-        *batch, q_len, num_heads, _ = out.shape
-        if not same or lse.shape != (*batch, num_heads, q_len):
+        rows = out.shape[:-3] + out.shape[-2:-4:-1]
+        if not same or out.ndim < 3 or lse.shape != rows:
             raise ValueError(
                 "outs and logsumexps must have the shapes (*batch, q_len, num_heads, "
                 "head_dim) and (*batch, num_heads, q_len), the same for all parts, but "
@@ -504,7 +529,12 @@ def merge_partials(
     has_keys = (stacked > -jnp.inf).any(0) | jnp.isnan(stacked).any(0)
     # Finite operands in the rows without keys, so that the gradient has no inf - inf.
     safe = jnp.where(has_keys, stacked, 0)
-    logsumexp = jax.nn.logsumexp(safe, axis=0)
+    terms = safe
+    if sinks is not None:
+        sinks = checks.per_head("sinks", sinks, outs[0].shape[-2])
+        sink = jnp.broadcast_to(sinks.astype(safe.dtype)[:, None], has_keys.shape)
+        terms = jnp.concatenate([safe, jnp.where(has_keys, sink, 0)[None]])
+    logsumexp = jax.nn.logsumexp(terms, axis=0)
     weights = jnp.where(has_keys, jnp.exp(safe - logsumexp), 0)
     weights = jnp.swapaxes(weights, -1, -2)[..., None]
     parts = jnp.stack(outs).astype(weights.dtype)

@@ -25,18 +25,50 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
+PASSES = ("forward", "backward", "gradient")  # JfmPass
+
 FORWARD_OPERANDS = ("query", "key", "value")
+# In the order of JfmOperand.
+OPTIONAL_OPERANDS = (
+    *("bias", "mask", "q_offset", "q_segment_ids", "kv_segment_ids"),
+    *("query_seq_lengths", "key_value_seq_lengths", "sinks", "alibi_slopes"),
+    *("dropout_key", "dropout_batch_indices", "dropout_head_indices"),
+)
 FORWARD_RESULTS = ("out", "logsumexp")
 BACKWARD_OPERANDS = (
     *(*FORWARD_OPERANDS, *FORWARD_RESULTS),
     *("dout", "dlogsumexp"),
 )
 BACKWARD_RESULTS = ("dquery", "dkey", "dvalue")
+DIFFERENTIABLE_OPTIONS = ("bias", "sinks", "alibi_slopes")  # JfmGradientOf
 STATISTICS = ("logsumexp", "dlogsumexp")  # [*batch, heads, rows], float32
+
+# The dimensions of every tensor after the batch, a letter for each: T q_len, S kv_len,
+# N num_heads, K num_kv_heads, H head_dim, V value_head_dim, W two words.
+DIMS = {
+    **{"query": "TNH", "key": "SKH", "value": "SKV"},
+    **{"bias": "NTS", "mask": "NTS", "q_offset": ""},
+    **{"q_segment_ids": "T", "kv_segment_ids": "S"},
+    **{"query_seq_lengths": "", "key_value_seq_lengths": ""},
+    **{"sinks": "N", "alibi_slopes": "N"},
+    **{"dropout_key": "W", "dropout_batch_indices": "", "dropout_head_indices": "N"},
+    **{"out": "TNV", "logsumexp": "NT", "dout": "TNV", "dlogsumexp": "NT"},
+    **{"dquery": "TNH", "dkey": "SKH", "dvalue": "SKV"},
+}
+# The dtypes of those that do not have query's; bias has one of its own.
+_DTYPES_OF: dict[str, type[np.generic]] = {
+    "mask": np.bool_,
+    "dropout_key": np.uint32,
+    **dict.fromkeys(("logsumexp", "dlogsumexp", "sinks", "alibi_slopes"), np.float32),
+    **dict.fromkeys(("q_offset", "q_segment_ids", "kv_segment_ids"), np.int32),
+    **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), np.int32),
+    **dict.fromkeys(("dropout_batch_indices", "dropout_head_indices"), np.int32),
+}
+_NO_LIMIT = -1
 
 
 class Tensor(ctypes.Structure):
-    """JfmTensor. Strides in elements; batch stride 0 = shared."""
+    """JfmTensor. Strides in elements; stride 0 = shared, of a gradient: summed."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -46,7 +78,12 @@ class Tensor(ctypes.Structure):
         ("batch_strides", ctypes.c_int64 * MAX_BATCH_DIMS),
         ("head_stride", ctypes.c_int64),
         ("row_stride", ctypes.c_int64),
+        ("col_stride", ctypes.c_int64),
     ]
+
+
+# The member of the problem where the tensor's name is already taken.
+_MEMBERS = {"q_offset": "q_offsets"}
 
 
 class Problem(ctypes.Structure):
@@ -63,9 +100,16 @@ class Problem(ctypes.Structure):
         ("head_dim", ctypes.c_int64),
         ("value_head_dim", ctypes.c_int64),
         ("q_offset", ctypes.c_int64),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        ("dropout_rate", ctypes.c_double),
         ("scale", ctypes.c_float),
+        ("logits_soft_cap", ctypes.c_float),
         ("is_causal", ctypes.c_int32),
-        *((name, Tensor) for name in (*BACKWARD_OPERANDS, *BACKWARD_RESULTS)),
+        ("operands", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("gradient_of", ctypes.c_int32),
+        *((_MEMBERS.get(name, name), Tensor) for name in (*DIMS, "gradient")),
     ]
 
 
@@ -117,29 +161,23 @@ class AttentionLibrary:
         self._library = declare(library)
 
     def run_forward(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        scale: float | None = None,
-        is_causal: bool = False,
-        q_offset: int = 0,
+        self, query: Array, key: Array, value: Array, **options: Any
     ) -> tuple[Array, Array]:
         """out [*batch, q_len, num_heads, value_head_dim], logsumexp [*batch, N, q_len].
 
         Operands: any number of batch dimensions, the same for all, each of the full
-        size or 1 (shared); any strides (broadcast, transposed or sliced views are
-        passed as they are) as long as the last dimension is dense and no stride is
-        negative. Results come from memory that was filled with NaN, so that an element
-        that no kernel writes fails every comparison.
+        size or 1 (shared); so may be all dimensions of bias and mask. Any strides
+        (broadcast, transposed or sliced views are passed as they are) as long as the
+        last dimension is dense (of bias and mask: or shared) and no stride is negative.
+        Results come from memory that was filled with NaN, so that an element that no
+        kernel writes fails every comparison.
+
+        Options: those of make_problem.
         """
         operands = dict(zip(FORWARD_OPERANDS, (query, key, value)))
-        problem = make_problem(
-            operands, scale=scale, is_causal=is_causal, q_offset=q_offset
-        )
+        problem = make_problem(operands, **options)
         results = attach_results(problem, operands, FORWARD_RESULTS)
-        self.run(problem, backward=False)
+        self.run(problem, "forward")
         out, logsumexp = results.values()
         return out, logsumexp
 
@@ -152,50 +190,75 @@ class AttentionLibrary:
         logsumexp: Array,
         dout: Array,
         dlogsumexp: Array | None = None,
-        *,
-        scale: float | None = None,
-        is_causal: bool = False,
-        q_offset: int = 0,
+        **options: Any,
     ) -> tuple[Array, Array, Array]:
         """dquery, dkey, dvalue with the full batch sizes; dlogsumexp None = zeros."""
         if dlogsumexp is None:
             dlogsumexp = np.zeros_like(logsumexp)
         values = (query, key, value, out, logsumexp, dout, dlogsumexp)
         operands = dict(zip(BACKWARD_OPERANDS, values))
-        problem = make_problem(
-            operands, scale=scale, is_causal=is_causal, q_offset=q_offset
-        )
+        problem = make_problem(operands, **options)
         results = attach_results(problem, operands, BACKWARD_RESULTS)
-        self.run(problem, backward=True)
+        self.run(problem, "backward")
         dquery, dkey, dvalue = results.values()
         return dquery, dkey, dvalue
 
-    def run(self, problem: Problem, backward: bool) -> None:
-        """Runs a pass and waits.
+    def run_gradient(
+        self,
+        of: str,
+        query: Array,
+        key: Array,
+        value: Array,
+        out: Array,
+        logsumexp: Array,
+        dout: Array,
+        dlogsumexp: Array | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Array:
+        """The gradient of one of DIFFERENTIABLE_OPTIONS, which the options must have.
+
+        Args:
+          shape: Of the gradient: each dimension is that of the operand's full size, or
+            1, where the gradient is summed. None: the operand's shape.
+        """
+        if dlogsumexp is None:
+            dlogsumexp = np.zeros_like(logsumexp)
+        values = (query, key, value, out, logsumexp, dout, dlogsumexp)
+        operands = dict(zip(BACKWARD_OPERANDS, values))
+        problem = make_problem(operands, **options)
+        gradient = attach_gradient(problem, of, options[of], shape)
+        self.run(problem, "gradient")
+        return gradient
+
+    def run(self, problem: Problem, which: str) -> None:
+        """Runs one of PASSES and waits.
 
         Raises:
           AttentionError: It failed.
         """
-        name = "jfm_attention_backward" if backward else "jfm_attention_forward"
-        self._call(getattr(self._library, name), ctypes.byref(problem))
+        function = getattr(self._library, f"jfm_attention_{which}")
+        self._call(function, ctypes.byref(problem))
 
-    def compile(self, problem: Problem, backward: bool) -> None:
+    def compile(self, problem: Problem, which: str) -> None:
         """Gets the compiled pipelines that a pass needs; runs nothing.
 
         Raises:
           AttentionError: There is no device, or its compiler rejects a kernel.
         """
         function = self._library.jfm_attention_compile
-        self._call(function, ctypes.byref(problem), int(backward))
+        self._call(function, ctypes.byref(problem), PASSES.index(which))
 
-    def kernels(self, problem: Problem, backward: bool) -> list[str]:
+    def kernels(self, problem: Problem, which: str) -> list[str]:
         """Names of the kernels that a pass launches, each once, in order.
 
         Raises:
           AttentionError: No kernels take the problem.
         """
         function = self._library.jfm_attention_kernels
-        return self._text(function, ctypes.byref(problem), int(backward)).splitlines()
+        number = PASSES.index(which)
+        return self._text(function, ctypes.byref(problem), number).splitlines()
 
     def device_facts(self) -> dict[str, str]:
         """What is known of the device that calls run on.
@@ -245,6 +308,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in {
         "jfm_attention_forward": (problem, *text),
         "jfm_attention_backward": (problem, *text),
+        "jfm_attention_gradient": (problem, *text),
         "jfm_attention_kernels": (problem, ctypes.c_int, *text),
         "jfm_attention_compile": (problem, ctypes.c_int, *text),
         "jfm_device_facts": text,
@@ -259,101 +323,171 @@ def make_problem(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    q_offset: int = 0,
+    q_offset: int | Array = 0,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    **optional: Array | None,
 ) -> Problem:
     """The problem with its operands attached, and no results yet.
 
     Points into the operands: keep them alive while it is in use.
+
+    Args:
+      operands: Those of the pass that a call cannot be without.
+      scale: None: 1 / sqrt(head_dim).
+      is_causal: As the following ones in docs/semantics.md.
+      q_offset: An int, or an int32 array with the batch dimensions.
+      sliding_window: None: no limit.
+      logits_soft_cap: None: none.
+      dropout_rate: With the three dropout operands.
+      optional: The rest of OPTIONAL_OPERANDS; None: not given.
     """
+    unknown = optional.keys() - set(OPTIONAL_OPERANDS)
+    if unknown:
+        raise TypeError(f"operands must be among {OPTIONAL_OPERANDS}: {unknown}.")
+    if isinstance(q_offset, np.ndarray):
+        optional["q_offset"], q_offset = q_offset, 0
+    given = {name: x for name, x in optional.items() if x is not None}
     shape = CallShape.of(*(operands[name] for name in FORWARD_OPERANDS))
-    batch = np.broadcast_shapes(*(_batch(n, x) for n, x in operands.items()))
-    problem = _problem(shape, batch, scale, is_causal, q_offset)
-    for name, operand in operands.items():
-        setattr(problem, name, make_tensor(name, operand, batch))
+    tensors = {**operands, **given}
+    batch = np.broadcast_shapes(*(_batch(n, x) for n, x in tensors.items()))
+    left, right = sliding_window or (None, None)
+    problem = Problem(
+        batch_sizes=tuple(batch),
+        num_batch_dims=len(batch),
+        scale=shape.head_dim**-0.5 if scale is None else scale,
+        is_causal=is_causal,
+        q_offset=q_offset,
+        window_left=_NO_LIMIT if left is None else left,
+        window_right=_NO_LIMIT if right is None else right,
+        logits_soft_cap=logits_soft_cap or 0,
+        dropout_rate=dropout_rate,
+        operands=sum(1 << OPTIONAL_OPERANDS.index(name) for name in given),
+        bias_dtype=DTYPES[given["bias"].dtype.name] if "bias" in given else 0,
+        **dataclasses.asdict(shape) | {"dtype": DTYPES[shape.dtype]},
+    )
+    for name, array in tensors.items():
+        expected = _dtype_of(name, operands["query"].dtype)
+        if name != "bias" and array.dtype != expected:
+            raise TypeError(f"{name} must be {expected}, but got {array.dtype}.")
+        setattr(problem, _MEMBERS.get(name, name), make_tensor(name, array, batch))
     return problem
 
 
 def shape_problem(
     shape: CallShape, *, is_causal: bool = False, q_offset: int = 0
 ) -> Problem:
-    """A problem without memory or batch, for `kernels` and `compile`."""
-    problem = _problem(shape, (), None, is_causal, q_offset)
+    """A plain problem without memory or batch, for `kernels` and `compile`."""
+    problem = Problem(
+        scale=shape.head_dim**-0.5,
+        is_causal=is_causal,
+        q_offset=q_offset,
+        window_left=_NO_LIMIT,
+        window_right=_NO_LIMIT,
+        **dataclasses.asdict(shape) | {"dtype": DTYPES[shape.dtype]},
+    )
     for name in (*BACKWARD_OPERANDS, *BACKWARD_RESULTS):
         if name in STATISTICS:
             tensor = Tensor(head_stride=shape.q_len, row_stride=1)
         else:
-            is_key = name in ("key", "value", "dkey", "dvalue")
-            is_value = name in ("value", "dvalue", "out", "dout")
-            heads = shape.num_kv_heads if is_key else shape.num_heads
-            width = shape.value_head_dim if is_value else shape.head_dim
+            sizes = sizes_of(problem)
+            _, heads, width = (sizes[letter] for letter in DIMS[name])
             tensor = Tensor(head_stride=width, row_stride=heads * width)
         setattr(problem, name, tensor)
     return problem
 
 
-def _problem(
-    shape: CallShape,
-    batch: Sequence[int],
-    scale: float | None,
-    is_causal: bool,
-    q_offset: int,
-) -> Problem:
-    return Problem(
-        batch_sizes=tuple(batch),
-        num_batch_dims=len(batch),
-        scale=shape.head_dim**-0.5 if scale is None else scale,
-        is_causal=is_causal,
-        q_offset=q_offset,
-        **dataclasses.asdict(shape) | {"dtype": DTYPES[shape.dtype]},
-    )
+def _dtype_of(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of a tensor, from that of query."""
+    return np.dtype(_DTYPES_OF.get(name, dtype))
+
+
+def sizes_of(shape: CallShape | Problem) -> dict[str, int]:
+    """The size of each letter of DIMS."""
+    return {
+        **{"T": shape.q_len, "S": shape.kv_len},
+        **{"N": shape.num_heads, "K": shape.num_kv_heads},
+        **{"H": shape.head_dim, "V": shape.value_head_dim, "W": 2},
+    }
 
 
 def make_tensor(name: str, array: Array, batch: tuple[int, ...]) -> Tensor:
-    """Describes the array's memory as it is; size-1 batch dimensions become shared."""
-    is_statistic = name in STATISTICS
-    if not is_statistic and array.size and array.shape[-1] > 1:
-        assert array.strides[-1] == array.itemsize, f"{name}: last dimension not dense"
-    strides = [stride // array.itemsize for stride in array.strides]
+    """Describes the array's memory as it is; dimensions of size 1 become shared.
+
+    Args:
+      name: In DIMS; of a gradient: that of its operand.
+      array: Whose last dimension must be dense or, in bias and mask, shared.
+      batch: The full batch sizes.
+    """
+    dims = DIMS[name]
+    # NumPy may give an empty array strides of 0, which would mean shared.
+    laid_out = array if array.size else np.empty([n or 1 for n in array.shape], np.int8)
+    strides = [stride // laid_out.itemsize for stride in laid_out.strides]
     own_batch = _batch(name, array)
-    batch_strides = tuple(
-        stride if size == full else 0
-        for stride, size, full in zip(strides, own_batch, batch)
-    )
-    inner = strides[len(own_batch) :]
-    head_stride, row_stride = inner if is_statistic else (inner[1], inner[0])
     num_elements = array.size and 1 + sum(
         (size - 1) * stride for size, stride in zip(array.shape, strides)
     )
-    return Tensor(
+    tensor = Tensor(
         data=array.ctypes.data,
         size_bytes=num_elements * array.itemsize,
         num_batch_dims=len(own_batch),
-        batch_strides=batch_strides,
-        head_stride=head_stride,
-        row_stride=row_stride,
+        batch_strides=tuple(
+            stride if size == full else 0
+            for stride, size, full in zip(strides, own_batch, batch)
+        ),
     )
+    is_broadcast = "S" in dims and "T" in dims
+    inner = zip(dims, array.shape[len(own_batch) :], strides[len(own_batch) :])
+    for letter, size, stride in inner:
+        member = _stride_member(dims, letter)
+        if is_broadcast and size == 1:
+            stride = 0
+        allowed = (0, 1) if member == "col_stride" else (1,)
+        if member in (None, "col_stride") and array.size and size > 1:
+            assert stride in allowed, f"{name}: last dimension not dense"
+        if member is not None:
+            setattr(tensor, member, stride)
+    return tensor
+
+
+def _stride_member(dims: str, letter: str) -> str | None:
+    """The member of Tensor that has the stride of a dimension; None: it is dense."""
+    if letter in "NK":
+        return "head_stride"
+    if letter == "S" and "T" in dims:
+        return "col_stride"
+    return "row_stride" if letter in "TS" else None
 
 
 def attach_results(
     problem: Problem, operands: Mapping[str, Array], names: Sequence[str]
 ) -> dict[str, Array]:
-    """NaN-filled results, attached to the problem."""
-    batch = tuple(problem.batch_sizes[: problem.num_batch_dims])
-    shapes: dict[str, tuple[int, ...]] = {
-        "out": (problem.q_len, problem.num_heads, problem.value_head_dim),
-        "logsumexp": (problem.num_heads, problem.q_len),
-        "dquery": operands["query"].shape[-3:],
-        "dkey": operands["key"].shape[-3:],
-        "dvalue": operands["value"].shape[-3:],
-    }
+    """NaN-filled results of the forward or backward pass, attached to the problem."""
+    batch, sizes = _batch_of(problem), sizes_of(problem)
     results: dict[str, Array] = {}
     for name in names:
-        dtype = np.float32 if name in STATISTICS else operands["query"].dtype
-        results[name] = np.full((*batch, *shapes[name]), np.nan, dtype)
+        shape = (*batch, *(sizes[letter] for letter in DIMS[name]))
+        dtype = _dtype_of(name, operands["query"].dtype)
+        results[name] = np.full(shape, np.nan, dtype)
         setattr(problem, name, make_tensor(name, results[name], batch))
     return results
 
 
+def attach_gradient(
+    problem: Problem, of: str, operand: Array, shape: Sequence[int] | None = None
+) -> Array:
+    """The NaN-filled gradient of an operand, attached; see run_gradient."""
+    gradient = np.full(operand.shape if shape is None else shape, np.nan, operand.dtype)
+    problem.gradient_of = DIFFERENTIABLE_OPTIONS.index(of)
+    problem.gradient = make_tensor(of, gradient, _batch_of(problem))
+    return gradient
+
+
+def _batch_of(problem: Problem) -> tuple[int, ...]:
+    return tuple(problem.batch_sizes[: problem.num_batch_dims])
+
+
 def _batch(name: str, array: Array) -> tuple[int, ...]:
     shape: tuple[int, ...] = array.shape
-    return shape[: -2 if name in STATISTICS else -3]
+    return shape[: len(shape) - len(DIMS[name])]

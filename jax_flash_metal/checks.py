@@ -22,6 +22,8 @@ Array = jax.Array
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 # i + q_offset must not overflow int32.
 _MAX_Q_OFFSET = 2**30
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def array(name: str, x: Any) -> Array:
@@ -102,13 +104,35 @@ def scores_operand(name: str, x: Any, scores_shape: tuple[int, ...]) -> Array:
     return jnp.reshape(x, aligned)
 
 
-def bias(x: Any, scores_shape: tuple[int, ...]) -> Array:
+_BIAS_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def bias(x: Any, scores_shape: tuple[int, ...], accumulation_dtype: Any) -> Array:
+    """In a dtype that the kernels read, or else in that of the scores."""
+    if isinstance(x, np.ndarray | np.generic):
+        # Here already: jnp.asarray makes float32 of float64 unless it is enabled.
+        x = _narrow(x, jax.dtypes.canonicalize_dtype(x.dtype))
     a = scores_operand("bias", x, scores_shape)
     if not jnp.issubdtype(a.dtype, jnp.floating):
         raise ValueError(
             f"bias must have a floating dtype, but got bias.dtype={a.dtype}."
         )
-    return a
+    if a.dtype.name in _BIAS_DTYPES:
+        return a
+    narrowed: Array = _narrow(a, accumulation_dtype).astype(accumulation_dtype)
+    return narrowed
+
+
+def _narrow(x: Any, dtype: Any) -> Any:
+    """Clips float64 to the range of float32, so that a finite bias remains finite.
+
+    Minus infinity would hide the key.
+    """
+    if x.dtype != np.float64 or dtype != np.float32:
+        return x
+    numpy = np if isinstance(x, np.ndarray | np.generic) else jnp
+    clipped = numpy.clip(x, -_FLOAT32_MAX, _FLOAT32_MAX)
+    return numpy.where(numpy.isfinite(x), clipped, x)
 
 
 def mask(x: Any, scores_shape: tuple[int, ...]) -> Array:
@@ -119,9 +143,6 @@ def mask(x: Any, scores_shape: tuple[int, ...]) -> Array:
             f"mask.dtype={a.dtype}; pass an additive mask as bias."
         )
     return a
-
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def number(name: str, x: Any) -> float:
@@ -169,7 +190,7 @@ def logits_soft_cap(x: Any) -> float | None:
     if x is None:
         return None
     result = number("logits_soft_cap", x)
-    if not (math.isfinite(result) and result > 0):
+    if not (math.isfinite(result) and np.float32(result) > 0):
         raise ValueError(
             "logits_soft_cap must be positive and finite, but got "
             f"logits_soft_cap={result}."
@@ -222,7 +243,7 @@ def sliding_window(
         )
     if any(side is not None and side < 0 for side in sides):
         raise ValueError(f"{name} must not be negative, but got {x!r}.")
-    left, right = sides
+    left, right = (None if s is None or s > _INT32_MAX else s for s in sides)
     return None if left is None and right is None else (left, right)
 
 
@@ -238,9 +259,16 @@ def _static_int(x: Any) -> int | None:
 def segment_ids(
     x: Any, batch_size: int, q_len: int, kv_len: int, *, batched: bool
 ) -> SegmentIds:
-    if not (isinstance(x, (tuple, list)) and len(x) == 2):
+    got = None
+    if not isinstance(x, (tuple, list)):
+        got = type(x).__name__
+    elif len(x) != 2:
+        got = f"{len(x)} of them"
+    elif x[0] is None or x[1] is None:
+        got = "no q ids" if x[0] is None else "no kv ids"
+    if got is not None:
         raise TypeError(
-            f"segment_ids must be a pair (q ids, kv ids), but got {type(x).__name__}."
+            f"segment_ids must be a pair (q ids, kv ids) of arrays, but got {got}."
         )
     return SegmentIds(
         *(

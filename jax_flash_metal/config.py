@@ -6,9 +6,11 @@ No checks (`checks`) and no decisions (`support`) here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 Implementation: TypeAlias = Literal["metal", "xla"] | None
 IMPLEMENTATIONS: tuple[Implementation, ...] = (None, "metal", "xla")
@@ -49,10 +51,9 @@ class AttentionConfig:
 class AttentionOperands(NamedTuple):
     """The arrays of a call; None for what the call does not use.
 
-    `*B` are any number of leading batch dimensions (one for the public functions), the
-    same for all of query, key and value except that inside our primitives a dimension
-    may be 1 for a shared operand. bias and mask have the rank of the scores, every
-    dimension full or 1.
+    `*B` are the call's leading batch dimensions (one for the public functions, vmap
+    adds more), the same number for all operands, each of the full size or 1 (shared).
+    bias and mask may have size 1 in every other dimension too.
     """
 
     query: jax.Array  # [*B, q_len, num_heads, head_dim]
@@ -60,13 +61,67 @@ class AttentionOperands(NamedTuple):
     value: jax.Array  # [*B, kv_len, num_kv_heads, value_head_dim]
     bias: jax.Array | None = None  # [*B, num_heads, q_len, kv_len]
     mask: jax.Array | None = None  # bool, like bias
-    q_offset: jax.Array | None = None  # int32 scalar, replaces config.q_offset
+    q_offset: jax.Array | None = None  # int32 [*B], replaces config.q_offset
     q_segment_ids: jax.Array | None = None  # int32 [*B, q_len]
     kv_segment_ids: jax.Array | None = None  # int32 [*B, kv_len]
     query_seq_lengths: jax.Array | None = None  # int32 [*B]
     key_value_seq_lengths: jax.Array | None = None  # int32 [*B]
-    sinks: jax.Array | None = None  # [num_heads]
-    alibi_slopes: jax.Array | None = None  # [num_heads]
-    dropout_key: jax.Array | None = None  # uint32 [2] or [4]
+    sinks: jax.Array | None = None  # [*B, num_heads]
+    alibi_slopes: jax.Array | None = None  # [*B, num_heads]
+    dropout_key: jax.Array | None = None  # uint32 [*B, 2]
     dropout_batch_indices: jax.Array | None = None  # int32 [*B]
-    dropout_head_indices: jax.Array | None = None  # int32 [num_heads]
+    dropout_head_indices: jax.Array | None = None  # int32 [*B, num_heads]
+
+
+# The optional ones; bit i of the custom calls' attribute `operands` is the i-th.
+OPTIONAL_OPERANDS = AttentionOperands._fields[3:]
+
+# Those with a gradient besides query, key and value, in the order of the custom calls'
+# attribute `gradient_of`.
+DIFFERENTIABLE_OPTIONS = ("bias", "sinks", "alibi_slopes")
+
+# The dimensions of every array of a call after its batch dimensions, a letter for each:
+# T q_len, S kv_len, N num_heads, K num_kv_heads, H head_dim, V value_head_dim, W words.
+DIMS = {
+    "query": "TNH",
+    "key": "SKH",
+    "value": "SKV",
+    "bias": "NTS",
+    "mask": "NTS",
+    "q_offset": "",
+    "q_segment_ids": "T",
+    "kv_segment_ids": "S",
+    "query_seq_lengths": "",
+    "key_value_seq_lengths": "",
+    "sinks": "N",
+    "alibi_slopes": "N",
+    "dropout_key": "W",
+    "dropout_batch_indices": "",
+    "dropout_head_indices": "N",
+    "out": "TNV",
+    "logsumexp": "NT",
+    "dout": "TNV",
+    "dlogsumexp": "NT",
+    "dquery": "TNH",
+    "dkey": "SKH",
+    "dvalue": "SKV",
+}
+
+
+def operand_names(names: tuple[str, ...], has_residuals: bool) -> tuple[str, ...]:
+    """The operands of a pass in order; `names`: those of the optional ones it has."""
+    operands = ("query", "key", "value", *names)
+    residuals = ("out", "logsumexp", "dout", "dlogsumexp")
+    return operands + residuals if has_residuals else operands
+
+
+def batch_of(name: str, array: Any) -> tuple[int, ...]:
+    """The batch sizes of an array of a call, by its name in DIMS."""
+    shape: tuple[int, ...] = array.shape
+    return shape[: len(shape) - len(DIMS[name])]
+
+
+def full_batch(arrays: Mapping[str, Any]) -> tuple[int, ...]:
+    """The batch sizes of a call from those of its arrays, by their names in DIMS."""
+    batches = [batch_of(name, a) for name, a in arrays.items() if a is not None]
+    return tuple(np.broadcast_shapes(*batches))

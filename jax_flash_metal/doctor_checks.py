@@ -135,49 +135,51 @@ def _check_every_kernel(events: Events, library: Any, crashes: dict[str, str]) -
     """`crashes`: how earlier processes crashed, by the number of their last case."""
     from jax_flash_metal import kernel_cases, kernel_proof
     from jax_flash_metal.attention_library import AttentionError
-    from jax_flash_metal.kernel_cases import KernelCase, Verdict
+    from jax_flash_metal.kernel_cases import Verdict, kernel_of_key
     from jax_flash_metal.variant_table import variants
 
     cases = [
-        KernelCase(dtype, head_dim, is_short, is_aligned, backward)
+        case
         for dtype, head_dim in sorted({(v.dtype, v.head_dim) for v in variants()})
-        for is_short in (False, True)
-        for is_aligned in (False, True)
-        for backward in (False, True)
+        for case in kernel_cases.cases_of(dtype, head_dim, with_aligned=True)
     ]
     compile_ms: dict[str, float] = {}
     verdicts: dict[str, Verdict] = {}
 
-    def add(name: str, verdict: Verdict) -> None:
-        verdicts[name] = max(verdicts.get(name, verdict), verdict, key=_badness)
+    def add(key: str, verdict: Verdict) -> None:
+        verdicts[key] = max(verdicts.get(key, verdict), verdict, key=_badness)
 
     for number, case in enumerate(cases):
         try:
             names = case.kernels(library)
         except AttentionError:
             continue  # the table has no row of a kernel of this pass for it
+        if not any(case.judges(name) for name in names):
+            continue  # of kernels that another row's case proves
         if str(number) in crashes:
             for name in names:
-                add(name, Verdict(None, f"its test {crashes[str(number)]}"))
+                add(case.key(name), Verdict(None, f"its test {crashes[str(number)]}"))
             continue
         doing = f"testing {', '.join(names)} (case {number + 1} of {len(cases)})"
         events.progress(doing, case=number)
         started = time.perf_counter()
         with contextlib.suppress(AttentionError):  # the run below says it again
-            library.compile(case.problem(), case.backward)
+            library.compile(case.problem(), case.which)
         # A pass compiles its kernels together.
         share = 1e3 * (time.perf_counter() - started) / len(names)
         for name in names:
             compile_ms[name] = compile_ms.get(name, 0) + share
-        for name, verdict in kernel_cases.check(library, case).items():
-            add(name, verdict)
+        for key, verdict in kernel_cases.check(library, case).items():
+            add(key, verdict)
 
     # From now on programs go by this.
     kernel_proof.replace(verdicts)
     unjudged = Verdict(None, "it could not be tested, for other kernels failed")
     rows = []
     for v in variants():
-        verdict = verdicts.get(v.host_name, unjudged)
+        # As it is made for plain calls and for those with options.
+        own = (x for k, x in verdicts.items() if kernel_of_key(k) == v.host_name)
+        verdict = max(own, key=_badness, default=unjudged)
         rows.append(
             {
                 "name": v.host_name,

@@ -76,7 +76,8 @@ def dot_product_attention(
       attn_weights_value_einsum: Takes Flax's function.
       promote_dtype: As in nnx; None: linen's, which is the same.
       is_causal: Query i sees key j only if j <= i. With linen, cheaper than a dense
-        mask: `functools.partial(dot_product_attention, is_causal=True)`.
+        mask, which has to be read:
+        `functools.partial(dot_product_attention, is_causal=True)`.
       implementation: As in `flash_attention`; bind it with `functools.partial`.
 
     Returns:
@@ -174,7 +175,12 @@ def _attend(arguments: Mapping[str, Any], finish: Callable[..., Array]) -> Array
     mask = arguments["mask"]
     if mask is not None:
         mask = mask.astype(jnp.bool_)
-    deterministic = arguments["deterministic"]
+    rate = 0.0 if arguments["deterministic"] else arguments["dropout_rate"]
+    if rate and arguments["dropout_rng"] is None:
+        raise ValueError(
+            f"dropout_rate={rate} needs a dropout_rng unless deterministic=True, but "
+            "got dropout_rng=None."
+        )
 
     def attend(
         query: Array,
@@ -191,8 +197,8 @@ def _attend(arguments: Mapping[str, Any], finish: Callable[..., Array]) -> Array
             bias,
             mask,
             is_causal=arguments["is_causal"],
-            dropout_rate=0.0 if deterministic else arguments["dropout_rate"],
-            dropout_key=None if deterministic else arguments["dropout_rng"],
+            dropout_rate=rate,
+            dropout_key=arguments["dropout_rng"] if rate else None,
             broadcast_dropout=arguments["broadcast_dropout"],
             outer_batch_index=outer_batch_index,
             implementation=arguments["implementation"],

@@ -8,43 +8,72 @@ is written as the formulas are; the tests hold it against their own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jax_flash_metal.attention_library import (
+    BACKWARD_OPERANDS,
     BACKWARD_RESULTS,
+    DIFFERENTIABLE_OPTIONS,
+    DIMS,
+    FORWARD_OPERANDS,
     FORWARD_RESULTS,
     NUMPY_DTYPES,
     RESOURCE_EXHAUSTED,
+    STATISTICS,
     Array,
     AttentionError,
     AttentionLibrary,
     CallShape,
     Problem,
-    shape_problem,
+    attach_gradient,
+    attach_results,
+    make_problem,
+    sizes_of,
 )
+from jax_flash_metal.variant_table import variants
 
 # (atol, rtol) per dtype: those of tests/support/tolerances.py, which a test compares.
 TOLERANCES: dict[str, dict[str, tuple[float, float]]] = {
     "float32": {
         "out": (2e-5, 1e-5),
         "gradient": (1e-4, 1e-4),
+        "dbias": (2e-4, 1e-4),
         "logsumexp": (1e-5, 1e-5),
     },
     "float16": {
         "out": (1e-3, 1e-3),
         "gradient": (5e-3, 5e-3),
+        "dbias": (1e-2, 5e-3),
         "logsumexp": (1e-4, 1e-4),
     },
     "bfloat16": {
         "out": (1e-2, 1e-2),
         "gradient": (3e-2, 2e-2),
+        "dbias": (5e-2, 2e-2),
         "logsumexp": (1e-4, 1e-4),
     },
 }
+
+# Kernels that read what all calls with options have in common are made once more for
+# them. As such they are proven by other cases, and have a verdict of their own; so has
+# a gradient's kernel for each operand that it is of.
+_HAVE_OPTIONS = frozenset(
+    f"attention_{name}"
+    for name in (
+        *("forward", "backward_dq", "backward_dkv"),
+        *("short_forward", "short_forward_combine", "short_dq"),
+    )
+)
+# Kernels of one row that all dtypes and head_dims share: the cases of the least row of
+# float32 prove them.
+_SHARED = frozenset(
+    f"attention_{name}"
+    for name in ("mask_blocks", "bias_gradient_combine", "sinks_gradient")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +81,24 @@ class KernelCase:
     """One pass over a tiny problem.
 
     Attributes:
-      dtype: Of query, key and value.
+      dtype: Of query, key, value and bias.
       row_head_dim: The head_dim of the rows of the variant table that it runs.
-      is_short: Few queries: the kernels that split the keys.
+      which: The pass, among attention_library.PASSES.
+      is_short: Few queries: the kernels that split the keys. Of a gradient: of a bias
+        that queries and heads share.
       is_aligned: Whole tiles and the full head_dim, every key visible; otherwise no
         length is a whole number of anything and a causal mask cuts through the tiles.
-      backward: Which pass.
+      has_options: With every option and optional operand at once; never aligned.
+      of: The operand whose gradient it is; empty for other passes.
     """
 
     dtype: str
     row_head_dim: int
-    is_short: bool
-    is_aligned: bool
-    backward: bool
+    which: str
+    is_short: bool = False
+    is_aligned: bool = False
+    has_options: bool = False
+    of: str = ""
 
     @property
     def shape(self) -> CallShape:
@@ -87,23 +121,104 @@ class KernelCase:
         # sees, the last is the first of a tile of keys.
         return self.shape.kv_len - self.shape.q_len - 2 if self.is_short else 1
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, Any]:
-        """scale as it travels, is_causal and q_offset."""
-        return {
+        """Those of attention_library.make_problem; scale as it travels."""
+        plain = {
             "scale": float(np.float32(self.shape.head_dim**-0.5)),
             "is_causal": not self.is_aligned,
             "q_offset": self.q_offset,
         }
+        return plain | _all_options(self) if self.has_options else plain
 
     def problem(self) -> Problem:
-        """Without memory, for AttentionLibrary.kernels and compile."""
-        is_causal = not self.is_aligned
-        return shape_problem(self.shape, is_causal=is_causal, q_offset=self.q_offset)
+        """For AttentionLibrary.kernels and compile: its memory is gone."""
+        names = FORWARD_OPERANDS if self.which == "forward" else BACKWARD_OPERANDS
+        sizes, dtype = sizes_of(self.shape), NUMPY_DTYPES[self.dtype]
+        empty = {
+            name: np.empty(
+                (_BATCH_SIZE, *(sizes[letter] for letter in DIMS[name])),
+                np.float32 if name in STATISTICS else dtype,
+            )
+            for name in names
+        }
+        problem = make_problem(empty, **self.options)
+        if self.which == "gradient":
+            attach_gradient(problem, self.of, self.options[self.of])
+        else:
+            is_forward = self.which == "forward"
+            results = FORWARD_RESULTS if is_forward else BACKWARD_RESULTS
+            attach_results(problem, empty, results)
+        return problem
 
     def kernels(self, library: AttentionLibrary) -> list[str]:
         """Names of the kernels that it runs."""
-        return library.kernels(self.problem(), self.backward)
+        return library.kernels(self.problem(), self.which)
+
+    def key(self, name: str) -> str:
+        """What a verdict of this case on a kernel is kept under."""
+        kernel = kernel_of(name)
+        if kernel == "attention_bias_gradient":
+            return f"{name} of {self.of}"
+        has_both = kernel in _HAVE_OPTIONS
+        return f"{name} with options" if self.has_options and has_both else name
+
+    def judges(self, name: str) -> bool:
+        """Whether it says something of a kernel that it runs."""
+        kernel = kernel_of(name)
+        if kernel in _SHARED and (self.dtype, self.row_head_dim) != _shared_row():
+            return False
+        if self.which == "gradient":
+            return "gradient" in kernel
+        # Forward kernels that are wrong would not be told from a wrong summary.
+        return kernel != "attention_mask_blocks" or self.which == "backward"
+
+
+def kernel_of_key(key: str) -> str:
+    """The kernel's name."""
+    return key.partition(" ")[0]
+
+
+def cases_of(
+    dtype: str, row_head_dim: int, *, with_aligned: bool = False
+) -> list[KernelCase]:
+    """The cases that prove the kernels of a row; `with_aligned`: more of the same."""
+    make = functools.partial(KernelCase, dtype, row_head_dim)
+    shortness = (False, True)
+    return [
+        *(
+            make(which, is_short, is_aligned)
+            for is_short in shortness
+            for is_aligned in ((False, True) if with_aligned else (False,))
+            for which in ("forward", "backward")
+        ),
+        *(
+            make(which, is_short, has_options=True)
+            for is_short in shortness
+            for which in ("forward", "backward")
+        ),
+        *(
+            make("gradient", is_short, has_options=True, of=of)
+            for of in DIFFERENTIABLE_OPTIONS
+            for is_short in shortness
+            if of == "bias" or not is_short
+        ),
+    ]
+
+
+def shared_cases() -> list[KernelCase]:
+    """Those that prove kernels for all dtypes and head_dims."""
+    return cases_of(*_shared_row())
+
+
+@functools.cache
+def _shared_row() -> tuple[str, int]:
+    return "float32", min(v.head_dim for v in variants() if v.dtype == "float32")
+
+
+def kernel_of(name: str) -> str:
+    """The first column of the variant table, from the name of a kernel."""
+    return next(v.kernel for v in variants() if v.host_name == name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +238,7 @@ class Verdict:
 
 
 def check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
-    """Runs the case: a verdict for every kernel that it judges.
+    """Runs the case: a verdict for every kernel that it judges, by KernelCase.key.
 
     A kernel is judged by the results that it takes part in. One that another's error
     kept from running gets no verdict.
@@ -132,14 +247,18 @@ def check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
       AttentionError: No kernels take the case.
     """
     names = case.kernels(library)
+
+    def blame(names: list[str], verdict: Verdict) -> dict[str, Verdict]:
+        return {case.key(name): verdict for name in names}
+
     try:
-        library.compile(case.problem(), case.backward)
+        library.compile(case.problem(), case.which)
     except AttentionError as error:
         # The compiler's error names its kernel; others stay with all of the pass.
         blamed = [name for name in names if name in str(error)] or names
         is_transient = error.code == RESOURCE_EXHAUSTED
         verdict = Verdict(None, f"it does not compile: {error}", is_transient)
-        return dict.fromkeys(blamed, verdict)
+        return blame(blamed, verdict)
     try:
         results = _measure(library, case)
     except AttentionError:
@@ -149,78 +268,131 @@ def check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
             results = _measure(library, case)
         except AttentionError as error:
             verdict = Verdict(None, f"it does not run: {error}", is_transient=True)
-            return dict.fromkeys(names, verdict)
-    return {name: _judge(name, results) for name in names}
+            return blame(names, verdict)
+    judged = [name for name in names if case.judges(name)]
+    return {case.key(name): _judge(kernel_of(name), results) for name in judged}
 
 
-def _judge(name: str, results: dict[str, Verdict]) -> Verdict:
+def _judge(kernel: str, results: dict[str, Verdict]) -> Verdict:
     def ratio(verdict: Verdict) -> float:
         return math.inf if verdict.error is None else verdict.error
 
-    if name.startswith("attention_delta"):
-        # Both depend on it: if one of them is right, so is delta.
-        return min(results["dquery"], results["dkey"], key=ratio)
+    if kernel in ("attention_delta", "attention_mask_blocks"):
+        # All depend on it: if one of them is right, so is what they depend on.
+        return min(results.values(), key=ratio)
     part = {"_dq": ("dquery",), "_dkv": ("dkey", "dvalue")}
-    mine = next((r for kernel, r in part.items() if f"{kernel}_" in name), None)
-    return max((results[r] for r in mine or FORWARD_RESULTS), key=ratio)
+    mine = next((r for ending, r in part.items() if ending in kernel), tuple(results))
+    return max((results[r] for r in mine), key=ratio)
 
 
-# -- Numbers ---------------------------------------------------------------------------
+# -- Operands --------------------------------------------------------------------------
 
 _BATCH_SIZE = 2
 
 
-def _measure(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
-    """Each result of the pass against its definition."""
-    shape, options = case.shape, case.options
+def _make_inputs(case: KernelCase) -> dict[str, Array]:
+    """Operands of the pass by name, residuals as the definition has them."""
+    shape = case.shape
     dtype = NUMPY_DTYPES[shape.dtype]
     rng = np.random.default_rng(shape.head_dim)
 
     def normal(*sizes: int) -> Array:
         return rng.standard_normal((_BATCH_SIZE, *sizes)).astype(dtype)
 
-    query = normal(shape.q_len, shape.num_heads, shape.head_dim)
-    key = normal(shape.kv_len, shape.num_kv_heads, shape.head_dim)
-    value = normal(shape.kv_len, shape.num_kv_heads, shape.value_head_dim)
-    if not case.backward:
-        actual = library.run_forward(query, key, value, **options)
-        expected = attention(query, key, value, **options)
-        return _compare(case, FORWARD_RESULTS, actual, expected)
-    # Of the definition, not of the forward kernels: this is about the backward ones.
-    out, logsumexp = attention(query, key, value, **options)
-    saved = (out.astype(dtype), logsumexp.astype(np.float32))
-    dout = normal(*out.shape[1:])
-    dlogsumexp = np.asarray(rng.standard_normal(logsumexp.shape), np.float32)
-    operands = (query, key, value, *saved, dout, dlogsumexp)
-    return _compare(
-        case,
-        BACKWARD_RESULTS,
-        library.run_backward(*operands, **options),
-        attention_gradients(*operands, **options),
-    )
-
-
-def _compare(
-    case: KernelCase,
-    names: Sequence[str],
-    actual: Sequence[Array],
-    expected: Sequence[Array],
-) -> dict[str, Verdict]:
-    return {
-        name: _verdict(name, TOLERANCES[case.dtype][_KINDS.get(name, "gradient")], a, e)
-        for name, a, e in zip(names, actual, expected)
+    inputs = {
+        "query": normal(shape.q_len, shape.num_heads, shape.head_dim),
+        "key": normal(shape.kv_len, shape.num_kv_heads, shape.head_dim),
+        "value": normal(shape.kv_len, shape.num_kv_heads, shape.value_head_dim),
+    }
+    if case.which == "forward":
+        return inputs
+    # Of the definition, not of the forward kernels: this is about the others.
+    out, logsumexp = attention(*inputs.values(), **case.options)
+    return inputs | {
+        "out": out.astype(dtype),
+        "logsumexp": logsumexp.astype(np.float32),
+        "dout": normal(*out.shape[1:]),
+        "dlogsumexp": np.asarray(rng.standard_normal(logsumexp.shape), np.float32),
     }
 
 
-_KINDS = {"out": "out", "logsumexp": "logsumexp"}
+def _all_options(case: KernelCase) -> dict[str, Any]:
+    """Every option and optional operand; each hides or changes a part of the scores."""
+    shape = case.shape
+    q_len, kv_len, num_heads = shape.q_len, shape.kv_len, shape.num_heads
+    rng = np.random.default_rng(shape.kv_len)
+    mask = rng.random((_BATCH_SIZE, 1, q_len, kv_len)) < 0.9
+    # A whole block of the mask, of which the queries would see some keys.
+    if case.is_short:
+        mask[..., 96:128] = False
+    else:
+        mask[..., 32:, :32] = False
+    is_shared = case.of == "bias" and case.is_short
+    bias = (_BATCH_SIZE, 1, 1, kv_len) if is_shared else (1, num_heads, q_len, kv_len)
+    offsets = case.q_offset + np.array([0, 2])
+    q_ids = np.arange(q_len) >= q_len // 2
+    kv_ids = np.arange(kv_len) >= kv_len * 2 // 3
+    return {
+        "sliding_window": (kv_len // 3, None),
+        "logits_soft_cap": 3.0,
+        "dropout_rate": 0.25,
+        "bias": rng.standard_normal(bias).astype(NUMPY_DTYPES[case.dtype]),
+        "mask": mask,
+        "q_offset": offsets.astype(np.int32),
+        "q_segment_ids": q_ids[None].astype(np.int32),
+        "kv_segment_ids": kv_ids[None].astype(np.int32),
+        "query_seq_lengths": np.array([q_len, q_len - 1], np.int32),
+        "key_value_seq_lengths": np.array([kv_len - 10, kv_len], np.int32),
+        "sinks": rng.standard_normal((1, num_heads), np.float32),
+        "alibi_slopes": np.float32(0.1) * rng.random((1, num_heads), np.float32),
+        "dropout_key": np.array([[0x12345678, 0x9ABCDEF0]], np.uint32),
+        "dropout_batch_indices": np.arange(_BATCH_SIZE, dtype=np.int32),
+        "dropout_head_indices": np.arange(num_heads, dtype=np.int32)[None],
+    }
+
+
+# -- Numbers ---------------------------------------------------------------------------
+
+
+def _measure(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
+    """Each result of the pass against its definition."""
+    inputs, options = _make_inputs(case), case.options
+    if case.which == "forward":
+        operands = [inputs[name] for name in FORWARD_OPERANDS]
+        actual = dict(zip(FORWARD_RESULTS, library.run_forward(*operands, **options)))
+        expected = dict(zip(FORWARD_RESULTS, attention(*operands, **options)))
+    else:
+        operands = [inputs[name] for name in BACKWARD_OPERANDS]
+        expected = attention_gradients(*operands, **options)
+        if case.which == "backward":
+            results = library.run_backward(*operands, **options)
+            actual = dict(zip(BACKWARD_RESULTS, results))
+        else:
+            gradient = library.run_gradient(case.of, *operands, **options)
+            actual = {f"d{case.of}": gradient}
+    tolerances = TOLERANCES[case.dtype]
+    return {
+        name: _verdict(name, tolerances[_KINDS[name]], result, expected[name])
+        for name, result in actual.items()
+    }
+
+
+_KINDS = {
+    **{"out": "out", "logsumexp": "logsumexp"},
+    **dict.fromkeys(BACKWARD_RESULTS, "gradient"),
+    **dict.fromkeys((f"d{of}" for of in DIFFERENTIABLE_OPTIONS), "dbias"),
+}
 
 
 def _verdict(
     name: str, tolerance: tuple[float, float], actual: Array, expected: Array
 ) -> Verdict:
     atol, rtol = tolerance
-    error: Array = np.abs(actual.astype(np.float64) - expected)
-    ratio = error / (atol + rtol * np.abs(expected))
+    with np.errstate(invalid="ignore"):
+        error = np.abs(actual.astype(np.float64) - expected)
+        ratio: Array = error / (atol + rtol * np.abs(expected))
+    # A row that sees no key has a logsumexp of -inf; any other infinity is wrong.
+    ratio = np.where(actual == expected, 0, ratio)
     if not np.isfinite(ratio).all():
         count = int((~np.isfinite(ratio)).sum())
         return Verdict(
@@ -240,19 +412,33 @@ def _verdict(
 # -- The definition, in float64 --------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+    """All arrays [batch, heads, q_len, kv_len] but logsumexp, without the last.
+
+    Attributes:
+      probs: Before dropout; 0 in a row that sees no key.
+      logsumexp: With the sinks; -inf in such a row.
+      slope: The derivative of the softcap.
+      keep: What dropout multiplies with.
+      distance: |i + q_offset - j|.
+    """
+
+    probs: Array
+    logsumexp: Array
+    slope: Array
+    keep: Array
+    distance: Array
+
+
 def attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    scale: float,
-    is_causal: bool,
-    q_offset: int,
+    query: Array, key: Array, value: Array, **options: Any
 ) -> tuple[Array, Array]:
     """out and logsumexp of [batch, rows, heads, width] operands."""
-    probs, logsumexp = _probs(query, key, scale, is_causal, q_offset)
+    scores = _scores(query, key, **options)
     value = _per_query_head(value, query)
-    return np.einsum("bnts,bsnh->btnh", probs, value), logsumexp
+    out = np.einsum("bnts,bsnh->btnh", scores.probs * scores.keep, value)
+    return out, scores.logsumexp
 
 
 def attention_gradients(
@@ -263,20 +449,16 @@ def attention_gradients(
     logsumexp: Array,
     dout: Array,
     dlogsumexp: Array,
-    *,
-    scale: float,
-    is_causal: bool,
-    q_offset: int,
-) -> tuple[Array, Array, Array]:
-    """dquery, dkey, dvalue; `out` and `logsumexp` follow from the operands."""
-    probs, _ = _probs(query, key, scale, is_causal, q_offset)
+    **options: Any,
+) -> dict[str, Array]:
+    """Those of all operands that have one, by name; `logsumexp` follows from others."""
+    scores = _scores(query, key, **options)
     dout = dout.astype(np.float64)
     num_groups = query.shape[2] // key.shape[2]
     all_keys, all_values = _per_query_head(key, query), _per_query_head(value, query)
-    exact_out = np.einsum("bnts,bsnh->btnh", probs, all_values)
-    delta = np.einsum("btnh,btnh->bnt", dout, exact_out) - dlogsumexp
-    dprobs = np.einsum("btnh,bsnh->bnts", dout, all_values)
-    dscores = scale * probs * (dprobs - delta[..., None])
+    delta = np.einsum("btnh,btnh->bnt", dout, out.astype(np.float64)) - dlogsumexp
+    dprobs = scores.keep * np.einsum("btnh,bsnh->bnts", dout, all_values)
+    dscores = scores.probs * (dprobs - delta[..., None]) * scores.slope
 
     def sum_groups(x: Array) -> Array:
         batch, rows, heads, width = x.shape
@@ -284,26 +466,148 @@ def attention_gradients(
         total: Array = x.reshape(groups).sum(3)
         return total
 
-    return (
-        np.einsum("bnts,bsnh->btnh", dscores, all_keys),
-        sum_groups(np.einsum("bnts,btnh->bsnh", dscores, query.astype(np.float64))),
-        sum_groups(np.einsum("bnts,btnh->bsnh", probs, dout)),
+    scale = options["scale"]
+    gradients = {
+        "dquery": scale * np.einsum("bnts,bsnh->btnh", dscores, all_keys),
+        "dkey": sum_groups(
+            scale * np.einsum("bnts,btnh->bsnh", dscores, query.astype(np.float64))
+        ),
+        "dvalue": sum_groups(
+            np.einsum("bnts,btnh->bsnh", scores.probs * scores.keep, dout)
+        ),
+    }
+    if options.get("bias") is not None:
+        gradients["dbias"] = _sum_to(options["bias"], dscores)
+    if options.get("sinks") is not None:
+        sinks = options["sinks"].astype(np.float64)
+        has_keys = np.isfinite(scores.logsumexp)
+        of_sink = np.where(has_keys, sinks[..., None] - scores.logsumexp, -np.inf)
+        gradients["dsinks"] = _sum_to(
+            options["sinks"], (-np.exp(of_sink) * delta).sum(-1)
+        )
+    if options.get("alibi_slopes") is not None:
+        total = -(dscores * scores.distance).sum((-1, -2))
+        gradients["dalibi_slopes"] = _sum_to(options["alibi_slopes"], total)
+    return gradients
+
+
+def _scores(
+    query: Array,
+    key: Array,
+    *,
+    scale: float,
+    is_causal: bool,
+    q_offset: int | Array = 0,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    **dropout: Array,
+) -> _Scores:
+    all_keys = _per_query_head(key, query)
+    x = scale * np.einsum("btnh,bsnh->bnts", query.astype(np.float64), all_keys)
+    rows, columns = np.arange(x.shape[2])[:, None], np.arange(x.shape[3])
+
+    def per_batch(numbers: Any) -> Array:
+        return np.asarray(numbers, np.int64).reshape(-1, 1, 1, 1)
+
+    ahead = columns - (rows + per_batch(q_offset))
+    left, right = sliding_window or (None, None)
+    visible = np.ones_like(x, bool)
+    if is_causal:
+        visible &= ahead <= 0
+    if left is not None:
+        visible &= ahead >= -left
+    if right is not None:
+        visible &= ahead <= right
+    if bias is not None:
+        bias = bias.astype(np.float64)
+        visible &= bias != -np.inf
+        x = x + np.where(bias == -np.inf, 0, bias)
+    if mask is not None:
+        visible &= mask
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
+        visible &= same[:, None]
+    if query_seq_lengths is not None:
+        visible &= rows < per_batch(query_seq_lengths)
+    if key_value_seq_lengths is not None:
+        visible &= columns < per_batch(key_value_seq_lengths)
+    if alibi_slopes is not None:
+        x = x - alibi_slopes.astype(np.float64)[..., None, None] * np.abs(ahead)
+    slope = np.ones_like(x)
+    if logits_soft_cap is not None:
+        capped = np.tanh(x / logits_soft_cap)
+        x, slope = logits_soft_cap * capped, 1 - capped**2
+    has_keys = visible.any(-1)
+    largest = np.where(visible, x, -np.inf).max(-1, initial=-np.inf)
+    largest = np.where(has_keys, largest, 0)
+    weights = np.where(visible, np.exp(x - largest[..., None]), 0)
+    total = weights.sum(-1)
+    if sinks is not None:
+        total += has_keys * np.exp(sinks.astype(np.float64)[..., None] - largest)
+    safe = np.where(has_keys, total, 1)
+    return _Scores(
+        probs=weights / safe[..., None],
+        logsumexp=np.where(has_keys, largest + np.log(safe), -np.inf),
+        slope=slope,
+        keep=_keep(x.shape, dropout_rate, **dropout) if dropout else np.ones_like(x),
+        distance=np.abs(ahead),
     )
 
 
-def _probs(
-    query: Array, key: Array, scale: float, is_causal: bool, q_offset: int
-) -> tuple[Array, Array]:
-    """[batch, heads, q_len, kv_len] and logsumexp; every row must see a key."""
-    all_keys = _per_query_head(key, query)
-    scores = scale * np.einsum("btnh,bsnh->bnts", query.astype(np.float64), all_keys)
-    if is_causal:
-        position = np.arange(query.shape[1])[:, None] + q_offset
-        hidden = np.arange(key.shape[1]) > position
-        scores = np.where(hidden, -np.inf, scores)
-    largest = scores.max(-1)
-    logsumexp = largest + np.log(np.exp(scores - largest[..., None]).sum(-1))
-    return np.exp(scores - logsumexp[..., None]), logsumexp
+def _keep(
+    shape: tuple[int, ...],
+    rate: float,
+    dropout_key: Array,
+    dropout_batch_indices: Array,
+    dropout_head_indices: Array,
+) -> Array:
+    """Element (i, j) of (b, n) has word j % 2 of threefry(subkey, (i, j // 2))."""
+    subkey = _threefry(
+        [dropout_key[:, :1], dropout_key[:, 1:]],
+        [dropout_batch_indices[:, None], dropout_head_indices],
+    )
+    words = _threefry(
+        [word[..., None, None] for word in subkey],
+        [np.arange(shape[2])[:, None], np.arange((shape[3] + 1) // 2)],
+    )
+    bits = np.stack(words, -1).reshape(*shape[:3], -1)[..., : shape[3]]
+    threshold = min(round((1 - rate) * 2**32), 2**32 - 1)
+    keep: Array = (bits < threshold) / (1 - rate)
+    return keep
+
+
+def _threefry(key: list[Array], x: list[Array]) -> list[Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011)."""
+    low = 2**32 - 1
+    keys = [np.asarray(word, np.int64) & low for word in key]
+    keys.append(keys[0] ^ keys[1] ^ 0x1BD11BDA)
+    x0, x1 = ((np.asarray(a, np.int64) + b) & low for a, b in zip(x, keys))
+    for turn in range(20):
+        left = (13, 15, 26, 6, 17, 29, 16, 24)[turn % 8]
+        x0 = (x0 + x1) & low
+        x1 = ((x1 << left) & low | x1 >> (32 - left)) ^ x0
+        if turn % 4 == 3:
+            i = turn // 4 + 1
+            x0 = (x0 + keys[i % 3]) & low
+            x1 = (x1 + keys[(i + 1) % 3] + i) & low
+    return [x0, x1]
+
+
+def _sum_to(operand: Array, gradient: Array) -> Array:
+    """Summed over the dimensions that the operand was broadcast over."""
+    pairs = enumerate(zip(operand.shape, gradient.shape))
+    axes = tuple(i for i, (size, full) in pairs if size != full)
+    total: Array = gradient.sum(axes, keepdims=True)
+    return total
 
 
 def _per_query_head(x: Array, query: Array) -> Array:

@@ -51,15 +51,21 @@ class KernelWarning(UserWarning):
     """Kernels are not used because they failed their proof, or there is no device."""
 
 
-def objection(shape: CallShape, backward: bool) -> str | None:
+def objection(shape: CallShape, which: str, has_features: bool) -> str | None:
     """Why a pass of a call must not take the kernels, as a clause; None: it may.
 
     The first question about a kernel runs its proof.
 
+    Args:
+      shape: Of the call.
+      which: The pass, among attention_library.PASSES.
+      has_features: Whether the call has any optional operand, a window, a softcap or
+        dropout. Such a call needs the proof with all of them at once, too.
+
     Raises:
       platforms.LibraryError: There is no library.
     """
-    return _proofs().objection(shape, backward)
+    return _proofs().objection(shape, which, has_features)
 
 
 def warn(reason: str) -> None:
@@ -119,24 +125,26 @@ class _Proofs:
         self._identity = identity
         self._verdicts = self._read()
 
-    def objection(self, shape: CallShape, backward: bool) -> str | None:
+    def objection(
+        self, shape: CallShape, which: str, has_features: bool = False
+    ) -> str | None:
         if self._no_device is not None:
             return self._no_device
         try:
-            names = self._library.kernels(shape_problem(shape), backward)
+            keys = self._keys(shape, which, has_features)
         except AttentionError:
             return None  # no fault of a kernel's: the call's own error says it better
         with self._lock:
-            for name in names:
-                if name not in self._verdicts:
-                    self._prove(name, shape, backward)
-                verdict = self._verdicts[name]
+            for key in keys:
+                if key not in self._verdicts:
+                    self._prove(key, shape)
+                verdict = self._verdicts[key]
                 if verdict.failure is not None:
                     where = f"on {self._identity['name']}"
                     if verdict.is_transient:
                         where += " in this process"
                     return _clause(
-                        f"the kernel {name} is disabled {where}: {verdict.failure}"
+                        f"the kernel {key} is disabled {where}: {verdict.failure}"
                     )
         return None
 
@@ -145,20 +153,38 @@ class _Proofs:
             self._verdicts.update(verdicts)
             self._write()
 
-    def _prove(self, name: str, shape: CallShape, backward: bool) -> None:
-        head_dim = max(shape.head_dim, shape.value_head_dim)
-        row = row_head_dim(shape.dtype, head_dim)
-        cases = [
-            KernelCase(shape.dtype, row, is_short, False, backward)
-            for is_short in (False, True)
-        ]
-        case = next(c for c in cases if name in c.kernels(self._library))
-        _logger.debug("proving %s by %s", name, case)
-        found = self._check(name, case)
-        if name not in found:
+    def _keys(self, shape: CallShape, which: str, has_features: bool) -> list[str]:
+        """What must be proven for the pass, in the order of its launches."""
+        # Where the kernels take no such call, its error comes from here.
+        pass_of_shape = "backward" if which == "gradient" else which
+        names = self._library.kernels(shape_problem(shape), pass_of_shape)
+        keys = [] if which == "gradient" else names
+        if has_features:
+            kernels = {kernel_cases.kernel_of(name) for name in names}
+            keys = keys + [
+                case.key(name)
+                for case in _cases(shape)
+                if case.which == which and case.has_options
+                for name in case.kernels(self._library)
+                if which == "gradient"
+                or kernel_cases.kernel_of(name) in {*kernels, "attention_mask_blocks"}
+            ]
+        return list(dict.fromkeys(keys))
+
+    def _prove(self, key: str, shape: CallShape) -> None:
+        cases = [*_cases(shape), *kernel_cases.shared_cases()]
+        case = next(
+            case
+            for case in cases
+            for name in case.kernels(self._library)
+            if case.key(name) == key and case.judges(name)
+        )
+        _logger.debug("proving %s by %s", key, case)
+        found = self._check(key, case)
+        if key not in found:
             others = "; ".join(f"{n}: {v.failure}" for n, v in found.items())
             failure = f"it could not be tested, for another kernel failed: {others}"
-            found[name] = Verdict(None, failure, is_transient=True)
+            found[key] = Verdict(None, failure, is_transient=True)
         # A verdict that is there stays: another case gave it.
         self.add(found | self._verdicts)
 
@@ -174,7 +200,8 @@ class _Proofs:
             return kernel_cases.check(self._library, case)
         mark = self._path.with_suffix(f".{name}{_MARK}")
         if any(self._path.parent.glob(f"{self._path.stem}.*{_MARK}")):
-            tested = _check_in_a_process(case, case.kernels(self._library))
+            keys = [case.key(name) for name in case.kernels(self._library)]
+            tested = _check_in_a_process(case, keys)
             if tested is not None:
                 found, came_to_its_end = tested
                 if came_to_its_end:
@@ -236,6 +263,12 @@ class _Proofs:
             _logger.info("the proofs are not kept: %s", error)
 
 
+def _cases(shape: CallShape) -> list[KernelCase]:
+    head_dim = max(shape.head_dim, shape.value_head_dim)
+    row = row_head_dim(shape.dtype, head_dim)
+    return kernel_cases.cases_of(shape.dtype, row)
+
+
 def _clause(text: str) -> str:
     """Without the full stop that an error may end with."""
     return text.rstrip(".")
@@ -269,7 +302,7 @@ _TIME_LIMIT = 120
 
 
 def _check_in_a_process(
-    case: KernelCase, names: Sequence[str]
+    case: KernelCase, keys: Sequence[str]
 ) -> tuple[dict[str, Verdict], bool] | None:
     """kernel_cases.check, and whether the process came to its end.
 
@@ -290,14 +323,14 @@ def _check_in_a_process(
         )
     except subprocess.TimeoutExpired:
         failure = f"its test did not end within {_TIME_LIMIT} s"
-        return dict.fromkeys(names, Verdict(None, failure, is_transient=True)), False
+        return dict.fromkeys(keys, Verdict(None, failure, is_transient=True)), False
     except OSError as error:
         _logger.info("a kernel cannot be tested in another process: %s", error)
         return None
     if done.returncode < 0:
         failure = f"its test {crashes.ending(done.returncode)}"
         is_transient = not crashes.is_crash(done.returncode)
-        return dict.fromkeys(names, Verdict(None, failure, is_transient)), False
+        return dict.fromkeys(keys, Verdict(None, failure, is_transient)), False
     try:
         found = json.loads(done.stdout.rpartition(_SEPARATOR)[2])
     except ValueError:

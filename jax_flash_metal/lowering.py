@@ -1,7 +1,7 @@
 """Code for the primitives: a custom call to the kernels, or the reference.
 
 The one table of platforms that have our custom calls is here, and the names and
-attributes that the handlers (plugin/ffi) decode: version 1 of the wire format.
+attributes that the handlers (plugin/ffi) decode: version 2 of the wire format.
 """
 
 from __future__ import annotations
@@ -15,13 +15,33 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_flash_metal import reference
-from jax_flash_metal._jax_compat import ffi, lowering_platforms, mlir
-from jax_flash_metal.config import AttentionConfig
+from jax_flash_metal import reference, sharding
+from jax_flash_metal._jax_compat import (
+    ffi,
+    is_lost_to_gspmd,
+    lowering_platforms,
+    mlir,
+    num_partitions,
+    refuse_in_forked_process,
+    run_kernels,
+)
+from jax_flash_metal.config import (
+    DIFFERENTIABLE_OPTIONS,
+    OPTIONAL_OPERANDS,
+    AttentionConfig,
+    AttentionOperands,
+    operand_names,
+)
 
-FORWARD_TARGET = "jax_flash_metal_forward_v1"
-BACKWARD_TARGET = "jax_flash_metal_backward_v1"
-WIRE_VERSION = 1
+FORWARD_TARGET = "jax_flash_metal_forward_v2"
+BACKWARD_TARGET = "jax_flash_metal_backward_v2"
+GRADIENT_TARGET = "jax_flash_metal_gradient_v2"
+WIRE_VERSION = 2
+TARGETS = {
+    "forward": FORWARD_TARGET,
+    "backward": BACKWARD_TARGET,
+    "gradient": GRADIENT_TARGET,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +76,34 @@ KERNEL_PLATFORMS: dict[str, KernelPlatform] = {
 }
 
 
-def attributes(config: AttentionConfig) -> dict[str, Any]:
-    """The custom call's attributes: exactly these names and types."""
-    return {
+def attributes(
+    config: AttentionConfig, names: tuple[str, ...], of: str | None = None
+) -> dict[str, Any]:
+    """The custom call's attributes: exactly these names and types.
+
+    Args:
+      config: Of the call.
+      names: Of the optional operands that the call has.
+      of: The operand whose gradient it computes; None for the other passes.
+    """
+    left, right = config.sliding_window or (None, None)
+    result = {
         "version": np.int64(WIRE_VERSION),
+        "operands": np.int64(sum(1 << OPTIONAL_OPERANDS.index(n) for n in names)),
         "scale": np.float32(config.scale),
         "is_causal": config.is_causal,
         "q_offset": np.int64(config.q_offset),
+        "window_left": np.int64(_NO_LIMIT if left is None else left),
+        "window_right": np.int64(_NO_LIMIT if right is None else right),
+        "logits_soft_cap": np.float32(config.logits_soft_cap or 0),
+        "dropout_rate": np.float64(config.dropout_rate),
     }
+    if of is not None:
+        result["gradient_of"] = np.int64(DIFFERENTIABLE_OPTIONS.index(of))
+    return result
+
+
+_NO_LIMIT = -1
 
 
 def takes_kernels(config: AttentionConfig, platform: str) -> bool:
@@ -84,44 +124,128 @@ def takes_kernels(config: AttentionConfig, platform: str) -> bool:
     return config.implementation == "metal"
 
 
-def register(forward: Any, backward: Any) -> None:
-    """Registers the lowerings of the two primitives on every platform."""
-    rules = (
-        (forward, FORWARD_TARGET, reference.plain_attention),
-        (backward, BACKWARD_TARGET, reference.plain_attention_backward),
-    )
-    for primitive, target, fallback in rules:
+def register(**primitives: Any) -> None:
+    """Registers the lowerings of the primitives, by pass, on every platform."""
+    for which, primitive in primitives.items():
         # JAX takes no rules for platforms that it does not know yet, and ours is known
         # only once a backend was started: the general rule serves it. The one for cpu
         # is its own, so that a program lowered for several platforms at once
         # (jax.export) has the custom call there and the reference elsewhere.
         for platform in (None, "cpu"):
-            rule = functools.partial(_lower, target, fallback, platform)
+            rule = functools.partial(_lower, which, platform, primitive)
             mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def _lower(
-    target: str,
-    fallback: Callable[..., Sequence[jax.Array]],
+    which: str,
     platform: str | None,
+    primitive: Any,
     ctx: Any,
     *operands: Any,
     config: AttentionConfig,
+    names: tuple[str, ...],
+    **gradient: Any,
 ) -> Any:
     """`platform` None: whatever the program is lowered for."""
     if platform is None:
         platform = "/".join(lowering_platforms(ctx))
-    if takes_kernels(config, platform) and _are_proven(target, ctx.avals_in, config):
+    if takes_kernels(config, platform) and _are_proven(
+        which, ctx.avals_in, config, names
+    ):
         # Here and not at import: `import jax_flash_metal` must stay light.
         from jax_flash_metal.platforms import ensure_registered
 
         ensure_registered()
-        return ffi.ffi_lowering(target)(ctx, *operands, **attributes(config))
-    lower = mlir.lower_fun(fallback, multiple_results=True)
-    return lower(ctx, *operands, config=config)
+        refuse_in_forked_process()
+        run_kernels()
+        of = gradient.get("of")
+        if is_lost_to_gspmd(ctx):
+            raise NotImplementedError(
+                "implementation='metal' cannot run this call: inside a shard_map over "
+                "some of the mesh's axes it needs JAX's partitioner Shardy. Map over "
+                "all axes or set jax_use_shardy_partitioner; implementation=None or "
+                "'xla' runs everywhere."
+            )
+        if num_partitions(ctx) > 1:
+            # The same primitive again, for the part of one device.
+            call = functools.partial(
+                primitive.bind, config=config, names=names, **gradient
+            )
+            return sharding.lower(
+                ctx,
+                call,
+                operands,
+                operand_names(names, has_residuals=which != "forward"),
+                result_names(which, of),
+            )
+        rule = ffi.ffi_lowering(TARGETS[which])
+        return rule(ctx, *operands, **attributes(config, names, of))
+    lower = mlir.lower_fun(_REFERENCE[which], multiple_results=True)
+    return lower(ctx, *operands, config=config, names=names, **gradient)
 
 
-def _are_proven(target: str, avals: Sequence[Any], config: AttentionConfig) -> bool:
+def result_names(which: str, of: str | None = None) -> tuple[str, ...]:
+    """The results of a pass in order, by their names in DIMS."""
+    if of is not None:
+        return (of,)
+    if which == "forward":
+        return ("out", "logsumexp")
+    return ("dquery", "dkey", "dvalue")
+
+
+def _forward(
+    *arrays: jax.Array, config: AttentionConfig, names: tuple[str, ...]
+) -> Sequence[jax.Array]:
+    operands, _ = _unpack(arrays, names)
+    return reference.attention(operands, config)
+
+
+def _backward(
+    *arrays: jax.Array, config: AttentionConfig, names: tuple[str, ...]
+) -> Sequence[jax.Array]:
+    operands, (out, logsumexp, dout, dlogsumexp) = _unpack(arrays, names)
+    return reference.attention_backward(
+        operands, out, logsumexp, dout, dlogsumexp, config
+    )
+
+
+def _gradient(
+    *arrays: jax.Array,
+    config: AttentionConfig,
+    names: tuple[str, ...],
+    of: str,
+    num_mapped: int,
+) -> Sequence[jax.Array]:
+    operands, (out, logsumexp, dout, dlogsumexp) = _unpack(arrays, names)
+    gradient = reference.operand_gradient(
+        of, operands, out, logsumexp, dout, dlogsumexp, config, num_mapped
+    )
+    return [gradient]
+
+
+# What the primitives mean, with their operands and parameters.
+_REFERENCE: dict[str, Callable[..., Sequence[jax.Array]]] = {
+    "forward": _forward,
+    "backward": _backward,
+    "gradient": _gradient,
+}
+
+
+def _unpack(
+    arrays: Sequence[Any], names: tuple[str, ...]
+) -> tuple[AttentionOperands, Any]:
+    """The operands of a primitive as a record, and the residuals behind them."""
+    end = 3 + len(names)
+    named = dict(zip(operand_names(names, has_residuals=False), arrays[:end]))
+    return AttentionOperands(**named), arrays[end:]
+
+
+def _are_proven(
+    which: str,
+    avals: Sequence[Any],
+    config: AttentionConfig,
+    names: tuple[str, ...],
+) -> bool:
     """Whether the kernels of the call compute the right numbers on this machine.
 
     Warns if not.
@@ -133,7 +257,7 @@ def _are_proven(target: str, avals: Sequence[Any], config: AttentionConfig) -> b
     from jax_flash_metal.attention_library import CallShape
 
     shape = CallShape.of(*avals[:3])
-    reason = kernel_proof.objection(shape, backward=target == BACKWARD_TARGET)
+    reason = kernel_proof.objection(shape, which, has_features(config, names))
     if reason is None:
         return True
     if config.implementation == "metal":
@@ -143,3 +267,13 @@ def _are_proven(target: str, avals: Sequence[Any], config: AttentionConfig) -> b
         )
     kernel_proof.warn(reason)
     return False
+
+
+def has_features(config: AttentionConfig, names: Sequence[str]) -> bool:
+    """Whether a call needs more of the kernels than plain attention; `names`: above."""
+    return bool(
+        names
+        or config.sliding_window is not None
+        or config.logits_soft_cap is not None
+        or config.dropout_rate
+    )

@@ -17,13 +17,14 @@ from jax_flash_metal._version import __version__
 from jax_flash_metal.lowering import (
     BACKWARD_TARGET,
     FORWARD_TARGET,
+    GRADIENT_TARGET,
     KERNEL_PLATFORMS,
 )
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LIBRARY = Path(__file__).parent / "_native" / f"libjax_flash_metal{_SUFFIX}"
 # JFM_ABI_VERSION of plugin/c_api/c_api.h.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 # Where compiled kernels and their proofs are kept between processes.
@@ -96,7 +97,7 @@ def ensure_registered() -> None:
       LibraryError: There is no library to register.
     """
     library = load_library()
-    for target in (FORWARD_TARGET, BACKWARD_TARGET):
+    for target in (FORWARD_TARGET, BACKWARD_TARGET, GRADIENT_TARGET):
         handler = _jax_compat.ffi.pycapsule(getattr(library, target))
         for platform in KERNEL_PLATFORMS:
             _jax_compat.ffi.register_ffi_target(target, handler, platform=platform)

@@ -1,11 +1,13 @@
-"""The two primitives, forward and backward: abstract evaluation and batching.
+"""The three primitives, forward, backward and gradient: abstract evaluation, batching.
 
-Only plain attention (query, key, value, scale, is_causal, static q_offset) gets here;
 `autodiff` binds them, `lowering` gives them their code.
 
 Every operand has the same number of leading batch dimensions, each of the full size or
 1 (shared). vmap adds one in front: an operand that is not mapped gets a dimension of
-size 1, never a copy per batch element.
+size 1, never a copy per batch element. Parameters: `config`; `names`, of the optional
+operands that are there; and for the gradient primitive `of`, the operand whose gradient
+it is, and `num_mapped`: in so many first batch dimensions, those that vmap added, the
+gradient is full, in the others it has the operand's own size.
 """
 
 from __future__ import annotations
@@ -18,33 +20,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash_metal import lowering
+from jax_flash_metal import config as config_
+from jax_flash_metal import lowering, sharding
 from jax_flash_metal._jax_compat import (
     ShapedArray,
+    allow_in_shard_map,
     apply_primitive,
     batching,
     primitive,
 )
-from jax_flash_metal.config import AttentionConfig
+from jax_flash_metal.config import (
+    DIFFERENTIABLE_OPTIONS,
+    OPTIONAL_OPERANDS,
+    AttentionConfig,
+    AttentionOperands,
+    operand_names,
+)
 
 Array = jax.Array
 
 flash_attention_forward_p = primitive("flash_attention_forward")
 flash_attention_backward_p = primitive("flash_attention_backward")
+flash_attention_gradient_p = primitive("flash_attention_gradient")
 
 
 def attention_forward(
-    query: Array, key: Array, value: Array, *, config: AttentionConfig
+    operands: AttentionOperands, *, config: AttentionConfig
 ) -> tuple[Array, Array]:
     """Returns out [*B, q_len, num_heads, value_head_dim], logsumexp [*B, N, q_len]."""
-    out, logsumexp = flash_attention_forward_p.bind(query, key, value, config=config)
+    arrays, names = _present(operands)
+    out, logsumexp = flash_attention_forward_p.bind(*arrays, names=names, config=config)
     return out, logsumexp
 
 
 def attention_backward(
-    query: Array,
-    key: Array,
-    value: Array,
+    operands: AttentionOperands,
     out: Array,
     logsumexp: Array,
     dout: Array,
@@ -53,21 +63,60 @@ def attention_backward(
     config: AttentionConfig,
 ) -> tuple[Array, Array, Array]:
     """Returns dquery, dkey, dvalue, each with the full batch sizes."""
+    arrays, names = _present(operands)
     dquery, dkey, dvalue = flash_attention_backward_p.bind(
-        query, key, value, out, logsumexp, dout, dlogsumexp, config=config
+        *(*arrays, out, logsumexp, dout, dlogsumexp), names=names, config=config
     )
     return dquery, dkey, dvalue
 
 
-def full_batch(*batches: Sequence[int]) -> tuple[int, ...]:
-    """The batch sizes of a call from those of its operands."""
-    return tuple(np.broadcast_shapes(*(tuple(batch) for batch in batches)))
+def operand_gradient(
+    of: str,
+    operands: AttentionOperands,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+    dlogsumexp: Array,
+    *,
+    config: AttentionConfig,
+) -> Array:
+    """The gradient of bias, sinks or alibi_slopes, shaped like it."""
+    arrays, names = _present(operands)
+    gradient: Array
+    (gradient,) = flash_attention_gradient_p.bind(
+        *(*arrays, out, logsumexp, dout, dlogsumexp),
+        names=names,
+        of=of,
+        num_mapped=0,
+        config=config,
+    )
+    return gradient
+
+
+def _present(operands: AttentionOperands) -> tuple[list[Array], tuple[str, ...]]:
+    names = tuple(n for n in OPTIONAL_OPERANDS if getattr(operands, n) is not None)
+    return [a for a in operands if a is not None], names
+
+
+def _full_batch(
+    names: tuple[str, ...], arrays: Sequence[Any], has_residuals: bool
+) -> tuple[int, ...]:
+    """The call's batch sizes; checks that all arrays belong to one call."""
+    named = dict(zip(operand_names(names, has_residuals), arrays, strict=True))
+    if len({len(config_.batch_of(name, a)) for name, a in named.items()}) != 1:
+        shapes = {name: a.shape for name, a in named.items()}
+        raise ValueError(
+            "the operands of one call must have the same number of batch dimensions, "
+            f"but got {shapes}."
+        )
+    return config_.full_batch(named)
 
 
 def _forward_abstract_eval(
-    query: Any, key: Any, value: Any, *, config: AttentionConfig
+    *arrays: Any, names: tuple[str, ...], config: AttentionConfig
 ) -> list[ShapedArray]:
-    batch = full_batch(*(a.shape[:-3] for a in (query, key, value)))
+    query, _, value = arrays[:3]
+    batch = _full_batch(names, arrays, has_residuals=False)
     q_len, num_heads, _ = query.shape[-3:]
     return [
         ShapedArray((*batch, q_len, num_heads, value.shape[-1]), query.dtype),
@@ -76,45 +125,64 @@ def _forward_abstract_eval(
 
 
 def _backward_abstract_eval(
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    dout: Any,
-    dlogsumexp: Any,
-    *,
+    *arrays: Any, names: tuple[str, ...], config: AttentionConfig
+) -> list[ShapedArray]:
+    batch = _full_batch(names, arrays, has_residuals=True)
+    return [ShapedArray(batch + a.shape[-3:], a.dtype) for a in arrays[:3]]
+
+
+def _gradient_abstract_eval(
+    *arrays: Any,
+    names: tuple[str, ...],
+    of: str,
+    num_mapped: int,
     config: AttentionConfig,
 ) -> list[ShapedArray]:
-    batch = full_batch(
-        *(a.shape[:-3] for a in (query, key, value, out, dout)),
-        *(a.shape[:-2] for a in (logsumexp, dlogsumexp)),
-    )
-    return [ShapedArray(batch + a.shape[-3:], a.dtype) for a in (query, key, value)]
+    assert of in DIFFERENTIABLE_OPTIONS and of in names
+    batch = _full_batch(names, arrays, has_residuals=True)
+    operand = arrays[3 + names.index(of)]
+    shape = batch[:num_mapped] + operand.shape[num_mapped:]
+    return [ShapedArray(shape, operand.dtype)]
 
 
 def _batching_rule(
-    prim: Any,
-    operands: Sequence[Array],
-    axes: Sequence[int | None],
-    *,
-    config: AttentionConfig,
+    prim: Any, operands: Sequence[Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[Array], list[int]]:
     operands = [
         jnp.expand_dims(operand, 0) if axis is None else jnp.moveaxis(operand, axis, 0)
         for operand, axis in zip(operands, axes)
     ]
-    results = prim.bind(*operands, config=config)
+    if "num_mapped" in params:
+        params["num_mapped"] += 1
+    results = prim.bind(*operands, **params)
     return results, [0] * len(results)
 
 
-def _register(prim: Any, abstract_eval: Callable[..., list[ShapedArray]]) -> None:
+def _register(
+    which: str, prim: Any, abstract_eval: Callable[..., list[ShapedArray]]
+) -> None:
+    def typed_abstract_eval(
+        *arrays: Any, names: tuple[str, ...], **params: Any
+    ) -> list[Any]:
+        return sharding.typed(
+            abstract_eval(*arrays, names=names, **params),
+            lowering.result_names(which, params.get("of")),
+            arrays,
+            operand_names(names, has_residuals=which != "forward"),
+        )
+
     prim.multiple_results = True
-    prim.def_abstract_eval(abstract_eval)
+    prim.def_abstract_eval(typed_abstract_eval)
     prim.def_impl(functools.partial(apply_primitive, prim))
     batching.primitive_batchers[prim] = functools.partial(_batching_rule, prim)
+    allow_in_shard_map(prim)
 
 
-_register(flash_attention_forward_p, _forward_abstract_eval)
-_register(flash_attention_backward_p, _backward_abstract_eval)
-lowering.register(flash_attention_forward_p, flash_attention_backward_p)
+_register("forward", flash_attention_forward_p, _forward_abstract_eval)
+_register("backward", flash_attention_backward_p, _backward_abstract_eval)
+_register("gradient", flash_attention_gradient_p, _gradient_abstract_eval)
+lowering.register(
+    forward=flash_attention_forward_p,
+    backward=flash_attention_backward_p,
+    gradient=flash_attention_gradient_p,
+)

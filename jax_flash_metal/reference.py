@@ -14,6 +14,7 @@ differentiable code: forward mode, reverse mode and any order of both.
     ds    = p ∘ (dp - delta) ∘ (1 - (x / cap)²)
     dq    = scale * ds · k;   dk = scale * dsᵀ · q;   dv = dropout(p)ᵀ · dout
     dbias = ds summed over the axes that bias broadcasts;  dsinks = -Σ p_sink ∘ delta
+    dslopes = -Σ ds ∘ |i + q_offset - j|
 
 A non-finite input must reach the rows that see it and no others, but 0 * NaN is NaN in
 every product. So non-finite elements are replaced by 0 and the rows that see one are
@@ -26,6 +27,7 @@ key-value head, h head_dim, `...` batch dimensions, each full or 1.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -33,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_flash_metal.config import AttentionConfig, AttentionOperands
+from jax_flash_metal.config import AttentionConfig, AttentionOperands, full_batch
 
 Array = jax.Array
 
@@ -53,18 +55,12 @@ def _jit(function: _Function) -> _Function:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return function(*args, **kwargs)
 
-    return cast(_Function, jax.jit(body, static_argnames="config"))
-
-
-class Gradients(NamedTuple):
-    """Cotangents of the differentiable operands; None for absent ones."""
-
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None = None
-    sinks: Array | None = None
-    alibi_slopes: Array | None = None
+    static = [
+        name
+        for name in inspect.signature(function).parameters
+        if name in ("config", "of", "num_mapped")
+    ]
+    return cast(_Function, jax.jit(body, static_argnames=static))
 
 
 @_jit
@@ -72,15 +68,18 @@ def attention(
     operands: AttentionOperands, config: AttentionConfig
 ) -> tuple[Array, Array]:
     """Returns out [*B, q_len, num_heads, value_head_dim], logsumexp [*B, N, q_len]."""
+    batch = full_batch(operands._asdict())
     scores = _scores(operands, config)
     sinks = None if operands.sinks is None else _per_head(operands.sinks, operands)
     probs, logsumexp = _softmax(scores, sinks)
     weights = _dropout(probs, operands, config)
     out = _einsum("...kgts,...skh->...tkgh", weights, _finite(operands.value))
     out = jnp.where(_move_rows_first(scores.has_keys), out, 0)
+    out = _merge_heads(out, axis=-3).astype(operands.query.dtype)
+    logsumexp = _merge_heads(logsumexp, axis=-3)
     return (
-        _merge_heads(out, axis=-3).astype(operands.query.dtype),
-        _merge_heads(logsumexp, axis=-3),
+        jnp.broadcast_to(out, batch + out.shape[-3:]),
+        jnp.broadcast_to(logsumexp, batch + logsumexp.shape[-2:]),
     )
 
 
@@ -92,17 +91,99 @@ def attention_backward(
     dout: Array,
     dlogsumexp: Array,
     config: AttentionConfig,
-) -> Gradients:
-    """Cotangents from the residuals; dquery, dkey, dvalue have the full batch sizes."""
-    batch = jnp.broadcast_shapes(
-        *(a.shape[:-3] for a in (*operands[:3], out, dout)),
-        *(a.shape[:-2] for a in (logsumexp, dlogsumexp)),
+) -> tuple[Array, Array, Array]:
+    """Returns dquery, dkey, dvalue from the residuals, with the full batch sizes."""
+    batch = _full_batch(operands, out, logsumexp, dout, dlogsumexp)
+    num_kv_heads = operands.key.shape[-2]
+    rows = _backward_rows(operands, out, logsumexp, dout, dlogsumexp, config)
+    probs, dx = _score_gradients(rows, operands, config)
+
+    query = _split_heads(_finite(operands.query), num_kv_heads, axis=-2)
+    key = _finite(operands.key)
+    dquery = config.scale * _einsum("...kgts,...skh->...tkgh", dx, key)
+    dkey = config.scale * _einsum("...kgts,...tkgh->...skh", dx, query)
+    weights = _dropout(probs, operands, config)
+    dvalue = _einsum("...kgts,...tkgh->...skh", weights, rows.dout)
+
+    def full(gradient: Array, primal: Array) -> Array:
+        shape = batch + gradient.shape[-3:]
+        return jnp.broadcast_to(gradient, shape).astype(primal.dtype)
+
+    return (
+        full(_merge_heads(dquery, axis=-3), operands.query),
+        full(dkey, operands.key),
+        full(dvalue, operands.value),
     )
+
+
+@_jit
+def operand_gradient(
+    of: str,
+    operands: AttentionOperands,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+    dlogsumexp: Array,
+    config: AttentionConfig,
+    num_mapped: int = 0,
+) -> Array:
+    """The gradient of bias, sinks or alibi_slopes, from the residuals.
+
+    It is summed over every dimension in which the operand has size 1, but for the first
+    `num_mapped` batch dimensions, in which it is full.
+    """
+    batch = _full_batch(operands, out, logsumexp, dout, dlogsumexp)
+    rows = _backward_rows(operands, out, logsumexp, dout, dlogsumexp, config)
+    if of == "sinks":
+        assert operands.sinks is not None
+        operand = operands.sinks
+        sinks = _per_head(operand, operands)
+        has_keys = rows.scores.has_keys
+        log_probs = jnp.where(has_keys, sinks - rows.logsumexp, 0)
+        gradient = jnp.where(has_keys, -jnp.exp(log_probs) * rows.delta, 0)
+        gradient = _merge_heads(gradient, axis=-3).sum(-1)
+    elif of == "alibi_slopes":
+        assert operands.alibi_slopes is not None
+        operand = operands.alibi_slopes
+        _, dx = _score_gradients(rows, operands, config)
+        gradient = -dx * _distance(operands, config)
+        gradient = _merge_heads(gradient, axis=-4).sum((-1, -2))
+    else:
+        assert of == "bias" and operands.bias is not None
+        operand = operands.bias
+        _, dx = _score_gradients(rows, operands, config)
+        gradient = _merge_heads(dx, axis=-4)
+    # Full before it is summed: a batch dimension that no part of it walks counts often.
+    rank = len(batch)
+    gradient = jnp.broadcast_to(gradient, batch + gradient.shape[rank:])
+    shape = batch[:num_mapped] + operand.shape[num_mapped:]
+    return _sum_to(gradient, shape).astype(operand.dtype)
+
+
+def _full_batch(operands: AttentionOperands, *residuals: Array) -> tuple[int, ...]:
+    names = ("out", "logsumexp", "dout", "dlogsumexp")
+    return full_batch({**operands._asdict(), **dict(zip(names, residuals))})
+
+
+class _BackwardRows(NamedTuple):
+    """What the backward pass needs per query."""
+
+    scores: _Scores
+    logsumexp: Array  # [..., k, g, t]; 0 without keys, NaN for a bad cotangent
+    delta: Array  # [..., k, g, t]
+    dout: Array  # [..., t, k, g, h], finite
+
+
+def _backward_rows(
+    operands: AttentionOperands,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+    dlogsumexp: Array,
+    config: AttentionConfig,
+) -> _BackwardRows:
     num_kv_heads = operands.key.shape[-2]
     scores = _scores(operands, config)
-    visible, has_keys = scores.visible, scores.has_keys
-
-    # out and dout as [..., t, k, g, h]; per-row values as [..., k, g, t].
     out = _split_heads(out.astype(scores.x.dtype), num_kv_heads, axis=-2)
     dout = _split_heads(dout, num_kv_heads, axis=-2)
     logsumexp = _split_heads(logsumexp, num_kv_heads, axis=-2)
@@ -111,78 +192,27 @@ def attention_backward(
         dlogsumexp
     )
     dout, dlogsumexp = _finite(dout), _finite(dlogsumexp)
+    logsumexp = jnp.where(scores.has_keys, logsumexp, 0) + _nan_where(bad_cotangent)
+    delta = _move_rows_last((dout * out).sum(-1)) - dlogsumexp
+    return _BackwardRows(scores, logsumexp, delta, dout)
 
-    logsumexp = jnp.where(has_keys, logsumexp, 0) + _nan_where(bad_cotangent)
+
+def _score_gradients(
+    rows: _BackwardRows, operands: AttentionOperands, config: AttentionConfig
+) -> tuple[Array, Array]:
+    """Returns probs and the gradient of the scores before the softcap."""
+    scores, logsumexp = rows.scores, rows.logsumexp[..., None]
+    visible = scores.visible
     # Hidden scores are replaced before exp: a value that overflows there would make
     # the derivative of this function 0 * inf.
-    x = jnp.where(visible, scores.x, logsumexp[..., None])
-    probs = jnp.where(visible, jnp.exp(x - logsumexp[..., None]), 0)
-
-    delta = _move_rows_last((dout * out).sum(-1)) - dlogsumexp
-    dprobs = _einsum("...tkgh,...skh->...kgts", dout, _finite(operands.value))
+    x = jnp.where(visible, scores.x, logsumexp)
+    probs = jnp.where(visible, jnp.exp(x - logsumexp), 0)
+    dprobs = _einsum("...tkgh,...skh->...kgts", rows.dout, _finite(operands.value))
     dprobs = _dropout(dprobs, operands, config)
-    dx = jnp.where(visible, probs * (dprobs - delta[..., None]), 0)
+    dx = jnp.where(visible, probs * (dprobs - rows.delta[..., None]), 0)
     if config.logits_soft_cap is not None:
         dx = dx * (1 - jnp.square(scores.x / config.logits_soft_cap))
-
-    query = _split_heads(_finite(operands.query), num_kv_heads, axis=-2)
-    dquery = config.scale * _einsum(
-        "...kgts,...skh->...tkgh", dx, _finite(operands.key)
-    )
-    dkey = config.scale * _einsum("...kgts,...tkgh->...skh", dx, query)
-    weights = _dropout(probs, operands, config)
-    dvalue = _einsum("...kgts,...tkgh->...skh", weights, dout)
-
-    dbias = dsinks = dslopes = None
-    if operands.bias is not None:
-        dbias = _sum_to(_merge_heads(dx, axis=-4), operands.bias.shape)
-        dbias = dbias.astype(operands.bias.dtype)
-    if operands.alibi_slopes is not None:
-        dslopes = -_sum_to_heads(dx * _distance(operands, config), axis=-4)
-        dslopes = dslopes.astype(operands.alibi_slopes.dtype)
-    if operands.sinks is not None:
-        sinks = _per_head(operands.sinks, operands)
-        sink_probs = jnp.where(has_keys, jnp.exp(sinks - logsumexp), 0)
-        dsinks = -_sum_to_heads(
-            jnp.where(has_keys, sink_probs * delta, 0), axis=-3
-        ).astype(operands.sinks.dtype)
-
-    def full(gradient: Array, primal: Array) -> Array:
-        shape = batch + gradient.shape[-3:]
-        return jnp.broadcast_to(gradient, shape).astype(primal.dtype)
-
-    return Gradients(
-        full(_merge_heads(dquery, axis=-3), operands.query),
-        full(dkey, operands.key),
-        full(dvalue, operands.value),
-        dbias,
-        dsinks,
-        dslopes,
-    )
-
-
-def plain_attention(
-    query: Array, key: Array, value: Array, *, config: AttentionConfig
-) -> tuple[Array, Array]:
-    """`attention` of calls without further operands."""
-    return attention(AttentionOperands(query, key, value), config)
-
-
-def plain_attention_backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    out: Array,
-    logsumexp: Array,
-    dout: Array,
-    dlogsumexp: Array,
-    *,
-    config: AttentionConfig,
-) -> tuple[Array, Array, Array]:
-    """`attention_backward` of calls without further operands."""
-    operands = AttentionOperands(query, key, value)
-    gradients = attention_backward(operands, out, logsumexp, dout, dlogsumexp, config)
-    return gradients[:3]
+    return probs, dx
 
 
 class _Scores(NamedTuple):
@@ -199,15 +229,17 @@ def _scores(operands: AttentionOperands, config: AttentionConfig) -> _Scores:
     if operands.bias is not None:
         x = x + _split_heads(_finite(operands.bias), num_kv_heads, axis=-3)
     if operands.alibi_slopes is not None:
-        slopes = _per_head(operands.alibi_slopes, operands)
+        slopes = _per_head(_finite(operands.alibi_slopes), operands)
         x = x - slopes[..., None] * _distance(operands, config)
-    if config.logits_soft_cap is not None:
-        x = config.logits_soft_cap * jnp.tanh(x / config.logits_soft_cap)
 
     visible = _visible(operands, config)
     has_keys = visible.any(-1)
     poison = _nan_where(_sees_non_finite(operands, visible))
-    return _Scores(jnp.where(visible, x + poison[..., None], 0), visible, has_keys)
+    # Before the softcap, whose derivative at a hidden NaN would be one.
+    x = jnp.where(visible, x + poison[..., None], 0)
+    if config.logits_soft_cap is not None:
+        x = config.logits_soft_cap * jnp.tanh(x / config.logits_soft_cap)
+    return _Scores(x, visible, has_keys)
 
 
 def _softmax(scores: _Scores, sinks: Array | None) -> tuple[Array, Array]:
@@ -245,16 +277,16 @@ def _visible(operands: AttentionOperands, config: AttentionConfig) -> Array:
     if operands.bias is not None:
         visible &= _split_heads(operands.bias, num_kv_heads, axis=-3) != -jnp.inf
 
-    query_position = _query_positions(operands, config)[:, None]
     key_position = jnp.arange(kv_len)
+    past = _query_positions(operands, config) - key_position
     if config.is_causal:
-        visible &= key_position <= query_position
+        visible &= past >= 0
     if config.sliding_window is not None:
         left, right = config.sliding_window
         if left is not None:
-            visible &= key_position >= query_position - left
+            visible &= past <= left
         if right is not None:
-            visible &= key_position <= query_position + right
+            visible &= past >= -right
 
     if operands.q_segment_ids is not None and operands.kv_segment_ids is not None:
         same = (
@@ -282,21 +314,26 @@ def _sees_non_finite(operands: AttentionOperands, visible: Array) -> Array:
     bad = jnp.swapaxes(bad_keys, -1, -2)[..., :, None, None, :]
     if operands.bias is not None:
         bad |= ~jnp.isfinite(_split_heads(operands.bias, num_kv_heads, axis=-3))
-    bad_queries = _split_heads(
-        rows_with_non_finite(operands.query), num_kv_heads, axis=-1
+    bad_rows = _move_rows_last(
+        _split_heads(rows_with_non_finite(operands.query), num_kv_heads, axis=-1)
     )
-    return (visible & bad).any(-1) | (visible.any(-1) & _move_rows_last(bad_queries))
+    if operands.alibi_slopes is not None:
+        bad_rows |= ~jnp.isfinite(_per_head(operands.alibi_slopes, operands))
+    return (visible & bad).any(-1) | (visible.any(-1) & bad_rows)
 
 
 def _query_positions(operands: AttentionOperands, config: AttentionConfig) -> Array:
-    offset = config.q_offset if operands.q_offset is None else operands.q_offset
-    return jnp.arange(operands.query.shape[-3]) + offset
+    """i + q_offset as [..., 1, 1, t, 1]."""
+    positions = jnp.arange(operands.query.shape[-3])[:, None]
+    if operands.q_offset is None:
+        return positions + config.q_offset
+    return positions + operands.q_offset[..., None, None, None, None]
 
 
 def _distance(operands: AttentionOperands, config: AttentionConfig) -> Array:
-    """ALiBi's |i + q_offset - j|, as [t, s]."""
+    """ALiBi's |i + q_offset - j|, as [..., 1, 1, t, s]."""
     positions = _query_positions(operands, config)
-    distance = jnp.abs(positions[:, None] - jnp.arange(operands.key.shape[-3]))
+    distance = jnp.abs(positions - jnp.arange(operands.key.shape[-3]))
     return distance.astype(_accumulation_dtype(operands.query))
 
 
@@ -323,20 +360,20 @@ def dropout_bits(operands: AttentionOperands) -> Array:
     key = operands.dropout_key
     batch, heads = operands.dropout_batch_indices, operands.dropout_head_indices
     assert key is not None and batch is not None and heads is not None
-    if key.shape[-1] == 4:  # a key of another generator (rbg): mix its two halves
-        key = jnp.stack(threefry2x32(key[0], key[1], key[2], key[3]))
     q_len, kv_len = operands.query.shape[-3], operands.key.shape[-3]
     subkey = threefry2x32(
-        key[0], key[1], batch[..., None].astype(jnp.uint32), heads.astype(jnp.uint32)
+        *(key[..., 0, None], key[..., 1, None]),
+        *(batch[..., None].astype(jnp.uint32), heads.astype(jnp.uint32)),
     )
+    num_pairs = (kv_len + 1) // 2
     words = threefry2x32(
         subkey[0][..., None, None],
         subkey[1][..., None, None],
         jnp.arange(q_len, dtype=jnp.uint32)[:, None],
-        jnp.arange((kv_len + 1) // 2, dtype=jnp.uint32),
+        jnp.arange(num_pairs, dtype=jnp.uint32),
     )
     bits = jnp.stack(words, axis=-1)
-    return bits.reshape(*bits.shape[:-2], -1)[..., :kv_len]
+    return bits.reshape(*bits.shape[:-2], 2 * num_pairs)[..., :kv_len]
 
 
 def threefry2x32(key0: Array, key1: Array, x0: Array, x1: Array) -> tuple[Array, Array]:
@@ -389,7 +426,7 @@ def _merge_heads(a: Array, axis: int) -> Array:
 
 
 def _per_head(a: Array, operands: AttentionOperands) -> Array:
-    """[num_heads] to [k, g, 1] in the accumulation dtype."""
+    """[..., num_heads] to [..., k, g, 1] in the accumulation dtype."""
     a = a.astype(_accumulation_dtype(operands.query))
     return _split_heads(a, operands.key.shape[-2], axis=-1)[..., None]
 
@@ -408,10 +445,3 @@ def _sum_to(a: Array, shape: tuple[int, ...]) -> Array:
     """Sums the axes over which an array of `shape` was broadcast."""
     axes = tuple(i for i, size in enumerate(shape) if size != a.shape[i])
     return a.sum(axes, keepdims=True)
-
-
-def _sum_to_heads(a: Array, axis: int) -> Array:
-    """Sums everything but the axes (k, g), k at `axis`; returns [num_heads]."""
-    a = _merge_heads(a, axis)
-    heads_axis = a.ndim + axis + 1
-    return a.sum(tuple(i for i in range(a.ndim) if i != heads_axis))

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_flash_metal.config import AttentionConfig, AttentionOperands
-from jax_flash_metal.lowering import KERNEL_PLATFORMS
+from jax_flash_metal.config import (
+    DIFFERENTIABLE_OPTIONS,
+    OPTIONAL_OPERANDS,
+    AttentionConfig,
+    AttentionOperands,
+)
+from jax_flash_metal.lowering import KERNEL_PLATFORMS, has_features
 from jax_flash_metal.variant_table import max_head_dims
 
 
@@ -31,34 +36,8 @@ class Explanation:
         return f"{self.implementation}: {self.reason}"
 
 
-# Operands and options that are valid but that no kernel takes yet.
-_UNFUSED_OPERANDS = {
-    "bias": "bias",
-    "mask": "mask",
-    "q_offset": "a traced q_offset",
-    "q_segment_ids": "segment_ids",
-    "query_seq_lengths": "query_seq_lengths",
-    "key_value_seq_lengths": "key_value_seq_lengths",
-    "sinks": "sinks",
-    "alibi_slopes": "alibi_slopes",
-}
-
-
-def unfused_reason(operands: AttentionOperands, config: AttentionConfig) -> str | None:
+def unfused_reason(operands: AttentionOperands) -> str | None:
     """Why no kernel covers the call, as a clause, or None if the kernels do."""
-    features = [
-        name
-        for field, name in _UNFUSED_OPERANDS.items()
-        if getattr(operands, field) is not None
-    ]
-    if config.sliding_window is not None:
-        features.append("sliding_window")
-    if config.logits_soft_cap is not None:
-        features.append("logits_soft_cap")
-    if config.dropout_rate:
-        features.append("dropout")
-    if features:
-        return f"the kernels do not take {', '.join(features)} yet"
     dtype = operands.query.dtype.name
     limits = max_head_dims()
     if dtype not in limits:
@@ -78,8 +57,7 @@ def demand_kernels(reason: str) -> NotImplementedError:
     kernels = ", ".join(f"{d} up to head_dim {n}" for d, n in sorted(limits.items()))
     return NotImplementedError(
         f"implementation='metal' cannot run this call: {reason}. The kernels take "
-        f"{kernels}, with is_causal and a static q_offset; implementation=None or "
-        "'xla' runs everything else."
+        f"{kernels}; implementation=None or 'xla' runs everything else."
     )
 
 
@@ -89,7 +67,7 @@ def explain(
     """What a call takes on `platform`."""
     if config.implementation == "xla":
         return Explanation("xla", "implementation='xla' asks for the reference.")
-    reason = unfused_reason(operands, config)
+    reason = unfused_reason(operands)
     forced = config.implementation == "metal"
     if reason is not None:
         return Explanation("unsupported" if forced else "xla", f"{reason}.")
@@ -103,7 +81,7 @@ def explain(
             f"on platform {platform!r} the kernels run on {row.device}, "
             f"{row.unless_asked}; implementation='metal' takes it.",
         )
-    forward, backward = _objections(operands)
+    forward, backward = _objections(operands, config)
     if forward is not None:
         return Explanation("unsupported" if forced else "xla", f"{forward}.")
     reason = f"the kernels run on {row.device}."
@@ -113,17 +91,23 @@ def explain(
     return Explanation("metal", reason)
 
 
-def _objections(operands: AttentionOperands) -> tuple[str | None, str | None]:
-    """Why the forward and the backward kernels must not be used on this machine."""
+def _objections(
+    operands: AttentionOperands, config: AttentionConfig
+) -> tuple[str | None, str | None]:
+    """Why the kernels of forward and derivative must not be used on this machine."""
     # Here and not at import: they load the native library.
     from jax_flash_metal import kernel_proof, platforms
     from jax_flash_metal.attention_library import CallShape
 
     shape = CallShape.of(*operands[:3])
+    names = [n for n in OPTIONAL_OPERANDS if getattr(operands, n) is not None]
+    features = has_features(config, names)
+    passes = ["backward"]
+    if any(name in names for name in DIFFERENTIABLE_OPTIONS):
+        passes.append("gradient")
     try:
-        return (
-            kernel_proof.objection(shape, backward=False),
-            kernel_proof.objection(shape, backward=True),
-        )
+        forward = kernel_proof.objection(shape, "forward", features)
+        backward = (kernel_proof.objection(shape, p, features) for p in passes)
+        return forward, next(filter(None, backward), None)
     except platforms.LibraryError as error:
         return str(error).rstrip("."), None

@@ -1,38 +1,101 @@
-// The score gradient, shared by the dQ and dK/dV kernels. No kernel here.
+// The score gradient, shared by all backward kernels. No kernel here.
+//   p = exp(x - lse);  ds = p ∘ (dropout(dp) - delta) ∘ dx/d(score before the softcap)
 #pragma once
 
-#include "attention_common.h"
+#include "attention_scores.h"
 
 // What the backward needs of a query row.
 struct RowStatistics {
-  float logsumexp_log2;  // NaN if anything the row sees, or its cotangent, is not finite
+  float logsumexp;  // in score units; NaN if anything the row sees, or its cotangent, is not finite
   float delta;
 };
 
 METAL_FUNC RowStatistics load_row_statistics(
     constant AttentionParams& params, device const float* logsumexp, device const float* delta,
     int row) {
-  RowStatistics statistics;
-  statistics.logsumexp_log2 = 0.0f;
-  statistics.delta = 0.0f;
+  RowStatistics statistics = {0.0f, 0.0f};
   if (aligned_q || row < params.q_len) {
     statistics.delta = delta[row * params.delta.row];
-    const float lse = logsumexp[row * params.logsumexp.row] * JFM_LOG2E;
-    statistics.logsumexp_log2 = isnan(statistics.delta) ? statistics.delta : lse;
+    const float lse = to_score_units(logsumexp[row * params.logsumexp.row]);
+    statistics.logsumexp = isnan(statistics.delta) ? statistics.delta : lse;
   }
   return statistics;
 }
 
-METAL_FUNC bool is_visible_pair(constant AttentionParams& params, int query_index, int key_index) {
-  return (aligned_q || query_index < params.q_len) && is_visible(params, query_index, key_index);
+// dropped(P) and dS of one element.
+struct ScoreGradient {
+  float p, ds;
+};
+
+// From the products dot = q·k and dp = dout·v; `word`: the dropout bits. Selected, not
+// multiplied, by visibility: a hidden element is 0 even in a row that is NaN.
+METAL_FUNC ScoreGradient score_gradient(
+    constant AttentionParams& params, thread const ScoreOperands& operands, bool visible,
+    int query, int key, float dot, float dp, float bias, uint word,
+    thread const RowStatistics& row) {
+  ScoreGradient gradient = {0.0f, 0.0f};
+  if (!visible) return gradient;
+  float p;
+  float slope = 1.0f;
+  if (is_plain_score()) {
+    // fma: one rounding less where scores are in the hundreds.
+    p = exp2(fma(dot, params.scale_log2, -row.logsumexp));
+  } else {
+    p = exp_score(score(params, operands, query, key, dot, bias, slope) - row.logsumexp);
+  }
+  gradient.p = has_dropout ? dropped(params, word, p) : p;
+  gradient.ds = p * ((has_dropout ? dropped(params, word, dp) : dp) - row.delta);
+  if (has_softcap) gradient.ds *= slope;
+  return gradient;
 }
 
-// P and dS of one element from its score S and dP = dO·Vᵀ. Selected, not multiplied, by
-// visibility: a hidden element is 0 even in a row that is NaN.
-METAL_FUNC void score_gradient(
-    constant AttentionParams& params, bool visible, float score, float dp,
-    thread const RowStatistics& row, thread float& p, thread float& ds) {
-  // fma: one rounding less where scores are in the hundreds.
-  p = visible ? exp2(fma(score, params.scale_log2, -row.logsumexp_log2)) : 0.0f;
-  ds = visible ? p * (dp - row.delta) : 0.0f;
+// dS in place of S, for one query per lane against a block of keys; 0 for a row that is not
+// valid.
+template <int N>
+METAL_FUNC void score_gradients(
+    constant AttentionParams& params, thread const ScoreOperands& operands,
+    thread Fragment (&s)[N], thread Fragment (&dp)[N], Range keys, int query, bool is_valid,
+    int first_key, thread const RowStatistics& statistics, uint lane) {
+  JFM_UNROLL for (int j = 0; j < N; ++j) {
+    const int col = first_key + j * 8 + fragment_col(lane);
+    uint2 words = uint2(0, 0);
+    if (has_dropout) words = dropout_words(operands, query, col);
+    JFM_UNROLL for (int e = 0; e < 2; ++e) {
+      float bias = 0.0f;
+      const bool visible =
+          is_valid && query_sees(params, operands, keys, query, col + e, bias);
+      const ScoreGradient gradient = score_gradient(
+          params, operands, visible, query, col + e, s[j].thread_elements()[e],
+          dp[j].thread_elements()[e], bias, words[e], statistics);
+      s[j].thread_elements()[e] = gradient.ds;
+    }
+  }
+}
+
+// dS of a simdgroup's 8 query rows and a block of keys. All threads of a threadgroup call it
+// together; at the end the tile holds the block's K, without NaN and inf.
+template <typename T, int HEAD_DIM, int BLOCK_KV, int NUM_THREADS, bool KEEP>
+METAL_FUNC void score_gradients_of_rows(
+    constant AttentionParams& params, thread const ScoreOperands& operands,
+    thread const RowFragments<T, HEAD_DIM, KEEP>& q,
+    thread const RowFragments<T, HEAD_DIM, KEEP>& g, device const T* key, device const T* value,
+    Range keys, int first_key, thread const RowStatistics& statistics, threadgroup T* tile,
+    uint thread_index, thread Fragment (&ds)[BLOCK_KV / 8]) {
+  const uint lane = thread_index % 32;
+  // dP = dO Vᵀ
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the last K tile is used up
+  load_tile<T, BLOCK_KV, HEAD_DIM, NUM_THREADS, true>(
+      tile, value, params.value.row, first_key, params.kv_len, value_head_dim, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Fragment dp[BLOCK_KV / 8];
+  multiply_transposed(dp, g, tile, lane);
+
+  // S = Q Kᵀ
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the V tile is used up
+  load_tile<T, BLOCK_KV, HEAD_DIM, NUM_THREADS, true>(
+      tile, key, params.key.row, first_key, params.kv_len, head_dim, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  multiply_transposed(ds, q, tile, lane);
+
+  score_gradients(params, operands, ds, dp, keys, q.row, true, first_key, statistics, lane);
 }

@@ -1,5 +1,5 @@
-// What every attention kernel shares: function constants, operand addresses, the
-// visibility rule, 8x8 fragments and the cooperative tile load. No kernel here.
+// What every attention kernel shares: function constants, operand addresses, 8x8
+// fragments, tiles and their products. No kernel here.
 #pragma once
 
 #include <metal_stdlib>
@@ -47,16 +47,42 @@ METAL_FUNC long head_offset(
   return offset;
 }
 
-// ---------------------------------------------------------------- visibility
+// A position among the batch dimensions and the heads.
+struct BatchHead {
+  uint batch;
+  int head;
+};
 
-METAL_FUNC bool is_visible(constant AttentionParams& params, int query_index, int key_index) {
-  const bool in_range = aligned_kv || key_index < params.kv_len;
-  return in_range && (!is_causal || key_index <= query_index + params.q_offset);
+// How many (batch, head) there are along the dimensions that an operand walks (its stride
+// is not 0), or along those that it does not.
+METAL_FUNC long count_pairs(
+    constant AttentionParams& params, constant TensorStrides& strides, bool walked) {
+  long count = (strides.head != 0) == walked ? params.num_heads : 1;
+  for (int i = 0; i < params.num_batch_dims; ++i) {
+    if ((strides.batch[i] != 0) == walked) count *= params.batch_sizes[i];
+  }
+  return count;
 }
 
-// One past the last key that any query up to `last_query` sees.
-METAL_FUNC int end_of_visible_keys(constant AttentionParams& params, int last_query) {
-  return is_causal ? min(params.kv_len, last_query + params.q_offset + 1) : params.kv_len;
+// Number `index` of them, the head running fastest; 0 along the other dimensions, so that
+// a walked and a not walked one add up to any (batch, head).
+METAL_FUNC BatchHead nth_pair(
+    constant AttentionParams& params, constant TensorStrides& strides, bool walked, long index) {
+  BatchHead pair = {0, 0};
+  if ((strides.head != 0) == walked) {
+    pair.head = int(index % params.num_heads);
+    index /= params.num_heads;
+  }
+  uint stride = 1;
+  for (int i = params.num_batch_dims - 1; i >= 0; --i) {
+    const uint size = uint(params.batch_sizes[i]);
+    if ((strides.batch[i] != 0) == walked) {
+      pair.batch += uint(index % size) * stride;
+      index /= size;
+    }
+    stride *= size;
+  }
+  return pair;
 }
 
 // ---------------------------------------------------------------- non-finite values
@@ -65,6 +91,7 @@ METAL_FUNC int end_of_visible_keys(constant AttentionParams& params, int last_qu
 // (forward) or delta (backward). Bit tests, because fast math may drop isfinite().
 
 METAL_FUNC bool is_finite_value(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
+METAL_FUNC bool is_minus_infinity(float x) { return as_type<uint>(x) == 0xff800000u; }
 METAL_FUNC float finite_or_zero(float x) { return is_finite_value(x) ? x : 0.0f; }
 METAL_FUNC float quiet_nan() { return as_type<float>(0x7fc00000u); }
 
@@ -192,4 +219,99 @@ METAL_FUNC bool load_tile(
     tile[row * tile_row_stride<T, HEAD_DIM>() + col] = x;
   }
   return found;
+}
+
+// ---------------------------------------------------------------- products
+
+// Rows of a matrix in device memory, as left operand: a simdgroup's 8 rows, kept in
+// registers or read again from (cached) memory at every use.
+template <typename T, int HEAD_DIM, bool KEEP>
+struct RowFragments {
+  Fragment kept[KEEP ? HEAD_DIM / 8 : 1];
+  device const T* source;
+  long row_stride;
+  int row, col;  // of this lane
+  int num_rows, num_cols;
+};
+
+template <typename T, int HEAD_DIM, bool KEEP>
+METAL_FUNC Fragment row_fragment(thread const RowFragments<T, HEAD_DIM, KEEP>& rows, int d) {
+  if (KEEP) return rows.kept[KEEP ? d : 0];
+  return load_fragment(
+      rows.source, rows.row_stride, rows.row, d * 8 + rows.col, rows.num_rows, rows.num_cols);
+}
+
+template <typename T, int HEAD_DIM, bool KEEP>
+METAL_FUNC void load_rows(
+    thread RowFragments<T, HEAD_DIM, KEEP>& rows, device const T* source, long row_stride,
+    int first_row, int num_rows, int num_cols, uint lane) {
+  rows.source = source;
+  rows.row_stride = row_stride;
+  rows.row = first_row + fragment_row(lane);
+  rows.col = fragment_col(lane);
+  rows.num_rows = num_rows;
+  rows.num_cols = num_cols;
+  if (KEEP) {
+    JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+      if (d * 8 < num_cols) {
+        rows.kept[KEEP ? d : 0] =
+            load_fragment(source, row_stride, rows.row, d * 8 + rows.col, num_rows, num_cols);
+      }
+    }
+  }
+}
+
+template <int N>
+METAL_FUNC void clear(thread Fragment (&fragments)[N]) {
+  JFM_UNROLL for (int i = 0; i < N; ++i) fragments[i] = zero_fragment();
+}
+
+// products[j] = rows · (8 rows of the tile from 8 j)ᵀ
+template <typename T, int HEAD_DIM, bool KEEP, int N>
+METAL_FUNC void multiply_transposed(
+    thread Fragment (&products)[N], thread const RowFragments<T, HEAD_DIM, KEEP>& rows,
+    threadgroup const T* tile, uint lane) {
+  clear(products);
+  JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+    if (d * 8 < rows.num_cols) {
+      Fragment a = row_fragment(rows, d);
+      JFM_UNROLL for (int j = 0; j < N; ++j) {
+        Fragment b = tile_fragment_transposed(
+            tile, tile_row_stride<T, HEAD_DIM>(), d * 8 + fragment_row(lane),
+            j * 8 + fragment_col(lane));
+        simdgroup_multiply_accumulate(products[j], a, b, products[j]);
+      }
+    }
+  }
+}
+
+// sums[d] += Σ_j factors[j] · (8 rows of the tile from 8 j, 8 columns from 8 d)
+template <typename T, int HEAD_DIM, int N>
+METAL_FUNC void multiply_accumulate(
+    thread Fragment (&sums)[HEAD_DIM / 8], thread Fragment (&factors)[N],
+    threadgroup const T* tile, int num_cols, uint lane) {
+  JFM_UNROLL for (int j = 0; j < N; ++j) {
+    JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+      if (d * 8 < num_cols) {
+        Fragment b = tile_fragment(
+            tile, tile_row_stride<T, HEAD_DIM>(), j * 8 + fragment_row(lane),
+            d * 8 + fragment_col(lane));
+        simdgroup_multiply_accumulate(sums[d], factors[j], b, sums[d]);
+      }
+    }
+  }
+}
+
+// Writes the 8 rows of a simdgroup, times `factor`.
+template <typename T, int N>
+METAL_FUNC void store_rows(
+    thread Fragment (&rows)[N], float factor, device T* destination, long row_stride,
+    int first_row, int num_rows, int num_cols, uint lane) {
+  JFM_UNROLL for (int d = 0; d < N; ++d) {
+    if (d * 8 < num_cols) {
+      store_fragment(
+          rows[d], factor, destination, row_stride, first_row + fragment_row(lane),
+          d * 8 + fragment_col(lane), num_rows, num_cols);
+    }
+  }
 }

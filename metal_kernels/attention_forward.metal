@@ -2,16 +2,16 @@
 //
 // Each simdgroup owns 8 query rows; the threadgroup shares tiles of K and V.
 //   for each block of keys that some row of the block sees:
-//     tile <- K;  S = Q Kᵀ;  x = S · scale · log2(e), -inf where hidden
-//     m' = max(m, rowmax x);  P = exp2(x - m');  l = l·exp2(m - m') + rowsum P
-//     tile <- V;  O = O·exp2(m - m') + P V
-//   out = O / l;  logsumexp = ln2 · (m + log2 l)
-// S and P stay in registers; softmax in the log2 domain (online softmax: Milakov and
-// Gimelshein, arXiv:1805.02867; tiling: FlashAttention-2, arXiv:2307.08691).
+//     tile <- K;  S = Q Kᵀ;  x = score(S), -inf where hidden (attention_scores.h)
+//     m' = max(m, rowmax x);  P = exp(x - m');  l = l·exp(m - m') + rowsum P
+//     tile <- V;  O = O·exp(m - m') + dropout(P) V
+//   l += exp(sink - m);  out = O / l;  logsumexp = m + log l
+// S and P stay in registers (online softmax: Milakov and Gimelshein, arXiv:1805.02867;
+// tiling: FlashAttention-2, arXiv:2307.08691).
 //
 // Grid: x = query block, y = query head, z = batch index (all batch dimensions).
 
-#include "attention_common.h"
+#include "attention_softmax.h"
 
 template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
 [[kernel]] void attention_forward(
@@ -21,11 +21,14 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     device const T* value [[buffer(JFM_BUFFER_VALUE)]],
     device T* out [[buffer(JFM_BUFFER_OUT)]],
     device float* logsumexp [[buffer(JFM_BUFFER_LOGSUMEXP)]],
+    device const float* sinks [[buffer(JFM_BUFFER_SINKS), function_constant(has_sinks)]],
+    JFM_SCORE_ARGUMENTS,
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q == 8 * NUM_SIMDGROUPS, "a simdgroup owns 8 query rows");
   static_assert(BLOCK_KV % 8 == 0 && HEAD_DIM % 8 == 0, "fragments are 8x8");
+  static_assert(BLOCK_Q <= 32 && BLOCK_KV <= 32, "block_is_hidden");
   const uint3 group = whole_grid(params, position);
   constexpr int kKeyFragments = BLOCK_KV / 8;
   constexpr int kDimFragments = HEAD_DIM / 8;
@@ -37,82 +40,45 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
   threadgroup T tile[BLOCK_KV * kTileStride];
   threadgroup uint found_nonfinite[NUM_SIMDGROUPS];
 
-  const int dim_fragments = (head_dim + 7) / 8;
-  const int value_fragments = (value_head_dim + 7) / 8;
   const uint thread_index = simdgroup * 32 + lane;
   const int head = int(group.y);
   const int kv_head = head / params.num_groups;
   const int first_query = int(group.x) * BLOCK_Q;
-  const int row = first_query + int(simdgroup) * 8 + fragment_row(lane);
-  const int col = fragment_col(lane);
+  const int first_row = first_query + int(simdgroup) * 8;
+  const int row = first_row + fragment_row(lane);
 
   query += head_offset(params, params.query, group.z, head);
   key += head_offset(params, params.key, group.z, kv_head);
   value += head_offset(params, params.value, group.z, kv_head);
   out += head_offset(params, params.out, group.z, head);
   logsumexp += head_offset(params, params.logsumexp, group.z, head);
+  ScorePointers pointers;
+  JFM_SCORE_POINTERS(pointers);
+  const ScoreOperands operands = load_score_operands(params, pointers, group.z, head);
 
-  Fragment q[kKeepQuery ? kDimFragments : 1];
-  if (kKeepQuery) {
-    JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
-      if (d < dim_fragments) {
-        q[kKeepQuery ? d : 0] = load_fragment(
-            query, params.query.row, row, d * 8 + col, params.q_len, head_dim);
-      }
-    }
-  }
-
+  RowFragments<T, HEAD_DIM, kKeepQuery> q;
+  load_rows(q, query, params.query.row, first_row, params.q_len, head_dim, lane);
   Fragment o[kDimFragments];
-  JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) o[d] = zero_fragment();
-  float m = JFM_MOST_NEGATIVE;
-  float l = 0.0f;  // this lane's part of the row sum
+  clear(o);
+  SoftmaxRow softmax = empty_softmax_row();
 
-  const int end_key = end_of_visible_keys(params, first_query + BLOCK_Q - 1);
-  for (int first_key = 0; first_key < end_key; first_key += BLOCK_KV) {
+  const Range keys = visible_keys(params, operands, row);
+  const Range block_keys = visible_keys_of_block(params, operands, first_query, BLOCK_Q);
+  for (int first_key = block_keys.begin / BLOCK_KV * BLOCK_KV; first_key < block_keys.end;
+       first_key += BLOCK_KV) {
+    if (block_is_hidden(params, operands, first_query, BLOCK_Q, first_key, BLOCK_KV, lane)) {
+      continue;
+    }
     // S = Q Kᵀ
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last V tile is used up
     load_tile<T, BLOCK_KV, HEAD_DIM, kThreads, false>(  // scores must show a NaN
         tile, key, params.key.row, first_key, params.kv_len, head_dim, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     Fragment s[kKeyFragments];
-    JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) s[j] = zero_fragment();
-    JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
-      if (d < dim_fragments) {
-        Fragment a;
-        if (kKeepQuery) {
-          a = q[kKeepQuery ? d : 0];
-        } else {
-          a = load_fragment(query, params.query.row, row, d * 8 + col, params.q_len, head_dim);
-        }
-        JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-          Fragment b = tile_fragment_transposed(
-              tile, kTileStride, d * 8 + fragment_row(lane), j * 8 + col);
-          simdgroup_multiply_accumulate(s[j], a, b, s[j]);
-        }
-      }
-    }
+    multiply_transposed(s, q, tile, lane);
 
-    // online softmax
-    float block_max = -INFINITY;
-    JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-      JFM_UNROLL for (int e = 0; e < 2; ++e) {
-        const bool visible = is_visible(params, row, first_key + j * 8 + col + e);
-        const float x = visible ? s[j].thread_elements()[e] * params.scale_log2 : -INFINITY;
-        s[j].thread_elements()[e] = x;
-        block_max = max(block_max, x);
-      }
-    }
-    const float new_m = max(m, row_max(block_max));
-    const float correction = exp2(m - new_m);
-    m = new_m;
-    l *= correction;
-    JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-      JFM_UNROLL for (int e = 0; e < 2; ++e) {
-        const float p = exp2(s[j].thread_elements()[e] - m);
-        s[j].thread_elements()[e] = p;
-        l += p;
-      }
-    }
+    const float correction =
+        update_softmax(params, operands, softmax, s, keys, row, first_key, lane);
     JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
       o[d].thread_elements()[0] *= correction;
       o[d].thread_elements()[1] *= correction;
@@ -125,37 +91,23 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     const bool found_any = simd_any(found);
     if (lane == 0) found_nonfinite[simdgroup] = found_any ? 1 : 0;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-      JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
-        if (d < value_fragments) {
-          Fragment b = tile_fragment(
-              tile, kTileStride, j * 8 + fragment_row(lane), d * 8 + col);
-          simdgroup_multiply_accumulate(o[d], s[j], b, o[d]);
-        }
-      }
-    }
+    multiply_accumulate<T, HEAD_DIM>(o, s, tile, value_head_dim, lane);
     uint nonfinite = 0;
     JFM_UNROLL for (int i = 0; i < NUM_SIMDGROUPS; ++i) nonfinite |= found_nonfinite[i];
-    if (nonfinite != 0) {  // rare: a row that sees such a value becomes NaN
-      for (int j = 0; j < BLOCK_KV; ++j) {
-        const int key_index = first_key + j;
-        if (key_index < params.kv_len && is_visible(params, row, key_index) &&
-            !row_is_finite(value + key_index * params.value.row, value_head_dim)) {
-          l = quiet_nan();
-        }
-      }
+    // Rare: a row that sees such a value becomes NaN.
+    if (nonfinite != 0 &&
+        sees_nonfinite_value(params, operands, keys, row, first_key, BLOCK_KV, value)) {
+      softmax.sum = quiet_nan();
     }
   }
 
-  l = row_sum(l);
-  const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-  JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
-    if (d < value_fragments) {
-      store_fragment(
-          o[d], inverse, out, params.out.row, row, d * 8 + col, params.q_len, value_head_dim);
-    }
-  }
-  if (row < params.q_len && col == 0) {
-    logsumexp[row * params.logsumexp.row] = l == 0.0f ? -INFINITY : JFM_LN2 * (m + log2(l));
+  softmax.sum = row_sum(softmax.sum);
+  float sink = 0.0f;
+  if (has_sinks) sink = sinks[head_offset(params, params.sinks, group.z, head)];
+  const SoftmaxResult result = finish_softmax(softmax, sink);
+  store_rows(
+      o, result.factor, out, params.out.row, first_row, params.q_len, value_head_dim, lane);
+  if (row < params.q_len && fragment_col(lane) == 0) {
+    logsumexp[row * params.logsumexp.row] = result.logsumexp;
   }
 }

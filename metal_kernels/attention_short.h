@@ -9,7 +9,7 @@
 // depend on who ran first.
 #pragma once
 
-#include "attention_backward.h"
+#include "attention_scores.h"
 
 struct PackedRow {
   int head;     // query head
@@ -56,7 +56,55 @@ METAL_FUNC Fragment load_row_fragment(device const T* row, bool valid, int col, 
   return load_fragment(row, 0, 0, col, valid ? 1 : 0, num_cols);
 }
 
-METAL_FUNC void store_partial(
-    Fragment fragment, float factor, device float* row, int col, int num_cols) {
-  store_fragment(fragment, factor, row, 0, 0, col, 1, num_cols);
+// products[j] = row · (8 rows of the matrix from first_row + 8 j)ᵀ, with one packed row per
+// row of fragments.
+template <typename T, int HEAD_DIM, int N>
+METAL_FUNC void multiply_row_transposed(
+    thread Fragment (&products)[N], device const T* row, bool valid, device const T* matrix,
+    long row_stride, int first_row, int num_rows, int num_cols, uint lane) {
+  const int col = fragment_col(lane);
+  clear(products);
+  JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+    if (d * 8 < num_cols) {
+      Fragment a = load_row_fragment(row, valid, d * 8 + col, num_cols);
+      JFM_UNROLL for (int j = 0; j < N; ++j) {
+        Fragment b = load_fragment_transposed(
+            matrix, row_stride, d * 8 + fragment_row(lane), first_row + j * 8 + col, num_rows,
+            num_cols);
+        simdgroup_multiply_accumulate(products[j], a, b, products[j]);
+      }
+    }
+  }
+}
+
+// sums[d] += Σ_j factors[j] · (8 rows of the matrix from first_row + 8 j), with 0 for NaN and
+// inf; returns whether this lane met one.
+template <typename T, int HEAD_DIM, int N>
+METAL_FUNC bool multiply_accumulate_rows(
+    thread Fragment (&sums)[HEAD_DIM / 8], thread Fragment (&factors)[N], device const T* matrix,
+    long row_stride, int first_row, int num_rows, int num_cols, uint lane) {
+  bool found = false;
+  JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+    if (d * 8 < num_cols) {
+      JFM_UNROLL for (int j = 0; j < N; ++j) {
+        Fragment b = load_fragment(
+            matrix, row_stride, first_row + j * 8 + fragment_row(lane),
+            d * 8 + fragment_col(lane), num_rows, num_cols);
+        found = sanitize(b) || found;
+        simdgroup_multiply_accumulate(sums[d], factors[j], b, sums[d]);
+      }
+    }
+  }
+  return found;
+}
+
+template <int N>
+METAL_FUNC void store_partial_row(
+    thread Fragment (&fragments)[N], float factor, device float* row, int num_cols, uint lane) {
+  JFM_UNROLL for (int d = 0; d < N; ++d) {
+    if (d * 8 < num_cols) {
+      store_fragment(
+          fragments[d], factor, row, 0, 0, d * 8 + fragment_col(lane), 1, num_cols);
+    }
+  }
 }

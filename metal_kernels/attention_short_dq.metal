@@ -1,6 +1,7 @@
 // dQ for short queries: split over the keys, then combine. (dK and dV need no kernel of
 // their own: attention_backward_dkv is parallel over keys already.)
 
+#include "attention_backward.h"
 #include "attention_short.h"
 
 // One simdgroup: the part of dQ, unscaled, of 8 packed rows from one split of the keys.
@@ -14,22 +15,19 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     device const T* dout [[buffer(JFM_BUFFER_DOUT)]],
     device const float* delta [[buffer(JFM_BUFFER_DELTA)]],
     device float* partial [[buffer(JFM_BUFFER_PARTIAL)]],
+    JFM_SCORE_ARGUMENTS,
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q == 8, "a simdgroup owns 8 packed rows");
   static_assert(BLOCK_KV % 8 == 0 && HEAD_DIM % 8 == 0, "fragments are 8x8");
+  static_assert(BLOCK_KV <= 32, "block_is_hidden");
   const uint3 group = whole_grid(params, position);
-  constexpr int kKeyFragments = BLOCK_KV / 8;
-  constexpr int kDimFragments = HEAD_DIM / 8;
 
   const int split = int(group.x) * NUM_SIMDGROUPS + int(simdgroup);
   if (split >= params.num_splits) return;  // whole simdgroups leave; there are no barriers
-  const int dim_fragments = (head_dim + 7) / 8;
-  const int value_fragments = (value_head_dim + 7) / 8;
   const int row_blocks = num_row_blocks(params);
   const int kv_head = int(group.y) / row_blocks;
-  const int col = fragment_col(lane);
   const PackedRow row =
       packed_row(params, kv_head, int(group.y) % row_blocks, fragment_row(lane), group.z);
 
@@ -41,71 +39,37 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
   value += head_offset(params, params.value, group.z, kv_head);
   const RowStatistics statistics = load_row_statistics(params, logsumexp, delta, row.query);
 
-  Fragment dq[kDimFragments];
-  JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) dq[d] = zero_fragment();
+  ScorePointers pointers;
+  JFM_SCORE_POINTERS(pointers);
+  // The rows of a simdgroup have different heads, but one batch index.
+  const ScoreOperands operands = load_score_operands(params, pointers, group.z, row.head);
 
+  Fragment dq[HEAD_DIM / 8];
+  clear(dq);
+
+  const Range keys = visible_keys(params, operands, row.query);
   const int split_start = split * params.keys_per_split;
-  const int split_end = min(
-      split_start + params.keys_per_split, end_of_visible_keys(params, params.q_len - 1));
-  for (int first_key = split_start; first_key < split_end; first_key += BLOCK_KV) {
-    Fragment s[kKeyFragments];
-    Fragment dp[kKeyFragments];
-    JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-      s[j] = zero_fragment();
-      dp[j] = zero_fragment();
-    }
-    JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
-      const int c = d * 8 + col;
-      if (d < dim_fragments) {
-        Fragment a = load_row_fragment(query, row.valid, c, head_dim);
-        JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-          Fragment b = load_fragment_transposed(
-              key, params.key.row, d * 8 + fragment_row(lane), first_key + j * 8 + col,
-              params.kv_len, head_dim);
-          simdgroup_multiply_accumulate(s[j], a, b, s[j]);
-        }
-      }
-      if (d < value_fragments) {
-        Fragment a = load_row_fragment(dout, row.valid, c, value_head_dim);
-        JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-          Fragment b = load_fragment_transposed(
-              value, params.value.row, d * 8 + fragment_row(lane), first_key + j * 8 + col,
-              params.kv_len, value_head_dim);
-          simdgroup_multiply_accumulate(dp[j], a, b, dp[j]);
-        }
-      }
-    }
-    JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-      JFM_UNROLL for (int e = 0; e < 2; ++e) {
-        const int key_index = first_key + j * 8 + col + e;
-        const bool visible = row.valid && is_visible(params, row.query, key_index);
-        float p, ds;
-        score_gradient(
-            params, visible, s[j].thread_elements()[e], dp[j].thread_elements()[e], statistics, p,
-            ds);
-        s[j].thread_elements()[e] = ds;
-      }
-    }
-    JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
-      JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
-        if (d < dim_fragments) {
-          Fragment b = load_fragment(
-              key, params.key.row, first_key + j * 8 + fragment_row(lane), d * 8 + col,
-              params.kv_len, head_dim);
-          sanitize(b);
-          simdgroup_multiply_accumulate(dq[d], s[j], b, dq[d]);
-        }
-      }
-    }
+  const Range block_keys = visible_keys_of_block(params, operands, 0, params.q_len);
+  const int end_key = min(split_start + params.keys_per_split, block_keys.end);
+  for (int first_key = max(split_start, block_keys.begin / BLOCK_KV * BLOCK_KV);
+       first_key < end_key; first_key += BLOCK_KV) {
+    if (block_is_hidden(params, operands, 0, params.q_len, first_key, BLOCK_KV, lane)) continue;
+    Fragment s[BLOCK_KV / 8];
+    Fragment dp[BLOCK_KV / 8];
+    multiply_row_transposed<T, HEAD_DIM>(
+        s, query, row.valid, key, params.key.row, first_key, params.kv_len, head_dim, lane);
+    multiply_row_transposed<T, HEAD_DIM>(
+        dp, dout, row.valid, value, params.value.row, first_key, params.kv_len, value_head_dim,
+        lane);
+    score_gradients(
+        params, operands, s, dp, keys, row.query, row.valid, first_key, statistics, lane);
+    multiply_accumulate_rows<T, HEAD_DIM>(
+        dq, s, key, params.key.row, first_key, params.kv_len, head_dim, lane);
   }
 
   if (!row.valid) return;
   const long partial_index = split * num_partial_rows(params) + row.index;
-  JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
-    if (d < dim_fragments) {
-      store_partial(dq[d], 1.0f, partial + partial_index * head_dim, d * 8 + col, head_dim);
-    }
-  }
+  store_partial_row(dq, 1.0f, partial + partial_index * head_dim, head_dim, lane);
 }
 
 // dQ = scale · Σ of the splits, one row per simdgroup.

@@ -2,6 +2,7 @@
 #include "plugin/attention/attention.h"
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <utility>
 
@@ -16,10 +17,6 @@ struct BoundOperand {
   uint64_t offset_bytes;
   int64_t element_bytes;
 };
-
-BoundOperand Bind(const TensorView& view, int64_t element_bytes) {
-  return {view.buffer, view.offset_bytes, element_bytes};
-}
 
 class Scratch {
  public:
@@ -40,19 +37,24 @@ class Scratch {
 
 Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
   if (plan.launches.empty()) return {};
-  Scratch delta, partial, partial_lse;
-  const std::pair<Scratch*, int64_t> sizes[] = {{&delta, plan.delta_bytes},
-                                                {&partial, plan.partial_bytes},
-                                                {&partial_lse, plan.partial_lse_bytes}};
-  for (const auto& [scratch, size_bytes] : sizes) {
+  Scratch delta, partial, partial_softmax, mask_blocks;
+  const struct { Operand operand; Scratch* scratch; int64_t size_bytes; } scratches[] = {
+      {Operand::kDelta, &delta, plan.delta_bytes},
+      {Operand::kPartial, &partial, plan.partial_bytes},
+      {Operand::kPartialSoftmax, &partial_softmax, plan.partial_softmax_bytes},
+      {Operand::kMaskBlocks, &mask_blocks, plan.mask_blocks_bytes}};
+  for (const auto& [operand, scratch, size_bytes] : scratches) {
     if (Status status = scratch->Allocate(device, size_bytes); !status.ok()) return status;
   }
-  const int64_t element = SizeBytes(p.dtype);
-  const BoundOperand operands[] = {  // in the order of Operand
-      Bind(p.query, element), Bind(p.key, element), Bind(p.value, element), Bind(p.out, element),
-      Bind(p.logsumexp, 4), Bind(p.dout, element), Bind(p.dlogsumexp, 4),
-      Bind(p.dquery, element), Bind(p.dkey, element), Bind(p.dvalue, element),
-      delta.bound(), partial.bound(), partial_lse.bound()};
+  std::array<BoundOperand, kNumOperands> operands;  // in the order of Operand
+  for (size_t i = 0; i < kTensors.size(); ++i) {
+    const TensorSpec spec = SpecOfTensor(i, p);
+    const TensorView& view = p.*spec.view;
+    operands[i] = {view.buffer, view.offset_bytes, SpecOf(spec.element, p).size_bytes};
+  }
+  for (const auto& [operand, scratch, size_bytes] : scratches) {
+    operands[static_cast<size_t>(operand)] = scratch->bound();
+  }
 
   std::unique_ptr<CommandBuffer> commands = device.NewCommandBuffer();
   for (const Launch& launch : plan.launches) {

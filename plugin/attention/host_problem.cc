@@ -1,6 +1,7 @@
-// The checks that both callers share, then wrap and run.
+// The checks of strides and memory that both callers share, then wrap and run.
 #include "plugin/attention/host_problem.h"
 
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -9,38 +10,13 @@
 #include "plugin/attention/attention.h"
 
 namespace jfm {
-
-const Pass kForwardPass = {3, 5, PlanForward};
-const Pass kBackwardPass = {7, 10, PlanBackward};
-
 namespace {
-
-Status CheckSizes(const AttentionProblem& problem) {
-  for (const SizeSpec& spec : kSizes) {
-    const int64_t size = problem.*spec.size;
-    if (size < spec.min) {
-      return InvalidArgument(std::string(spec.name) + " must be at least " +
-                             std::to_string(spec.min) + ", but got " + std::to_string(size) + ".");
-    }
-  }
-  for (size_t i = 0; i < problem.batch_sizes.size(); ++i) {
-    if (problem.batch_sizes[i] < 0) {
-      return InvalidArgument("batch size " + std::to_string(i) + " must be at least 0, but got " +
-                             std::to_string(problem.batch_sizes[i]) + ".");
-    }
-  }
-  if (problem.num_heads % problem.num_kv_heads != 0) {
-    return InvalidArgument("num_heads must be a multiple of num_kv_heads, but got num_heads=" +
-                           std::to_string(problem.num_heads) +
-                           " and num_kv_heads=" + std::to_string(problem.num_kv_heads) + ".");
-  }
-  return {};
-}
 
 struct Dimension {
   std::string name;
   int64_t size;
   int64_t stride;
+  int64_t max_stride = std::numeric_limits<int64_t>::max();
 };
 
 std::vector<Dimension> Dimensions(const TensorSpec& spec, const AttentionProblem& problem) {
@@ -50,25 +26,44 @@ std::vector<Dimension> Dimensions(const TensorSpec& spec, const AttentionProblem
     dimensions.push_back(
         {"batch stride " + std::to_string(i), problem.batch_sizes[i], view.batch_strides[i]});
   }
-  dimensions.push_back({"head stride", problem.*spec.heads, view.head_stride});
-  dimensions.push_back({"row stride", problem.*spec.rows, view.row_stride});
+  for (size_t i = 0; i < spec.num_dims; ++i) {
+    const DimSpec& dim = spec.dims[i];
+    if (dim.stride == &TensorView::head_stride) {
+      dimensions.push_back({"head stride", dim.Size(problem), view.head_stride});
+    } else if (dim.stride == &TensorView::row_stride) {
+      dimensions.push_back({"row stride", dim.Size(problem), view.row_stride});
+    } else if (dim.stride == &TensorView::col_stride) {
+      dimensions.push_back({"column stride", dim.Size(problem), view.col_stride, 1});
+    } else {
+      dimensions.push_back({"element stride", dim.Size(problem), 1});
+    }
+  }
   return dimensions;
 }
 
-// The tensor's strides must not leave its memory, and a result cannot be shared (stride 0).
+// The tensor's strides must not leave its memory, and a result cannot be shared (stride 0):
+// a gradient can, it is summed there.
 Status CheckTensor(const TensorSpec& spec, const AttentionProblem& problem,
                    const HostMemory& memory, bool is_result) {
-  const std::vector<Dimension> dimensions = Dimensions(spec, problem);
-  for (const Dimension& dimension : dimensions) {
-    if (dimension.size == 0) return {};  // no element is ever touched, strides may be 0
+  const ElementSpec element = SpecOf(spec.element, problem);
+  const bool may_be_shared = !is_result || spec.view == &AttentionProblem::gradient;
+  int64_t num_elements = 1;
+  bool is_empty = false;
+  for (const Dimension& dimension : Dimensions(spec, problem)) {
+    // No element is ever touched, and strides may be anything. A sum over nothing is an
+    // element, though.
+    if (dimension.size == 0 && !(is_result && dimension.stride == 0 && may_be_shared)) {
+      is_empty = true;
+    }
   }
-  int64_t num_elements = spec.is_statistic() ? 1 : problem.*spec.width;
-  for (const Dimension& dimension : dimensions) {
-    const int64_t min_stride = is_result && dimension.size > 1 ? 1 : 0;
-    if (dimension.stride < min_stride) {
-      return InvalidArgument(dimension.name + " of " + spec.name + " must be at least " +
-                             std::to_string(min_stride) + ", but got " +
-                             std::to_string(dimension.stride) + ".");
+  if (is_empty) return {};
+  for (const Dimension& dimension : Dimensions(spec, problem)) {
+    const int64_t min_stride = !may_be_shared && dimension.size > 1 ? 1 : 0;
+    if (dimension.stride < min_stride || dimension.stride > dimension.max_stride) {
+      const bool is_bounded = dimension.max_stride == 1;
+      return InvalidArgument(dimension.name + " of " + spec.name + " must be " +
+                             (is_bounded ? "0 or 1" : "at least " + std::to_string(min_stride)) +
+                             ", but got " + std::to_string(dimension.stride) + ".");
     }
     int64_t span;
     if (__builtin_mul_overflow(dimension.size - 1, dimension.stride, &span) ||
@@ -76,11 +71,10 @@ Status CheckTensor(const TensorSpec& spec, const AttentionProblem& problem,
       return InvalidArgument(std::string(spec.name) + " has more elements than 64 bits can count.");
     }
   }
-  const int64_t capacity = memory.size_bytes / SizeBytes(spec.dtype(problem));
-  if (memory.data == nullptr || num_elements > capacity) {
+  if (memory.data == nullptr || num_elements > memory.size_bytes / element.size_bytes) {
     return InvalidArgument(
         std::string(spec.name) + " must have memory for at least " + std::to_string(num_elements) +
-        " " + Name(spec.dtype(problem)) + " elements, but got " +
+        " " + element.name + " elements, but got " +
         (memory.data == nullptr ? "a null pointer."
                                 : std::to_string(memory.size_bytes) + " bytes."));
   }
@@ -90,12 +84,13 @@ Status CheckTensor(const TensorSpec& spec, const AttentionProblem& problem,
 }  // namespace
 
 Status RunOnHost(Device& device, const Pass& pass, HostProblem host) {
-  if (Status status = CheckSizes(host.problem); !status.ok()) return status;
+  if (Status status = CheckProblem(pass, host.problem); !status.ok()) return status;
   std::vector<std::unique_ptr<Buffer>> buffers;
-  for (size_t i = 0; i < pass.num_tensors; ++i) {
+  for (size_t i : pass.Tensors(host.problem)) {
+    const TensorSpec spec = SpecOfTensor(i, host.problem);
     const HostMemory& memory = host.memory[i];
-    const bool is_result = i >= pass.num_operands;
-    Status status = CheckTensor(kTensors[i], host.problem, memory, is_result);
+    const bool is_result = pass.IsResult(i);
+    Status status = CheckTensor(spec, host.problem, memory, is_result);
     if (!status.ok()) return status;
     const size_t size_bytes = static_cast<size_t>(memory.size_bytes);
     Result<std::unique_ptr<Buffer>> buffer =
@@ -104,10 +99,9 @@ Status RunOnHost(Device& device, const Pass& pass, HostProblem host) {
             : device.WrapHostMemory(memory.data, size_bytes,
                                     is_result ? Access::kResult : Access::kOperand);
     if (!buffer.ok()) {
-      return {buffer.status().code(),
-              std::string(kTensors[i].name) + ": " + buffer.status().message()};
+      return {buffer.status().code(), std::string(spec.name) + ": " + buffer.status().message()};
     }
-    (host.problem.*kTensors[i].view).buffer = buffer->get();
+    (host.problem.*spec.view).buffer = buffer->get();
     buffers.push_back(std::move(*buffer));
   }
   Result<Plan> plan = pass.plan(host.problem);

@@ -20,7 +20,7 @@ namespace jfm {
 namespace {
 
 static_assert(JFM_MAX_TENSOR_BATCH_DIMS == kMaxBatchDims, "the arrays of the C ABI");
-static_assert(sizeof(JfmTensor) == 168 && sizeof(JfmAttentionProblem) == 1880, "the C ABI");
+static_assert(sizeof(JfmTensor) == 176 && sizeof(JfmAttentionProblem) == 4288, "the C ABI");
 
 #ifdef JFM_DEVICE_APPLE
 constexpr const char* kDeviceKind = "apple";
@@ -31,10 +31,29 @@ constexpr const char* kDeviceKind = "software";
 // Parallel to kTensors.
 using TensorMember = JfmTensor JfmAttentionProblem::*;
 constexpr std::array<TensorMember, kTensors.size()> kTensorMembers = {
-    &JfmAttentionProblem::query,      &JfmAttentionProblem::key,       &JfmAttentionProblem::value,
-    &JfmAttentionProblem::out,        &JfmAttentionProblem::logsumexp, &JfmAttentionProblem::dout,
-    &JfmAttentionProblem::dlogsumexp, &JfmAttentionProblem::dquery,    &JfmAttentionProblem::dkey,
+    &JfmAttentionProblem::query,
+    &JfmAttentionProblem::key,
+    &JfmAttentionProblem::value,
+    &JfmAttentionProblem::bias,
+    &JfmAttentionProblem::mask,
+    &JfmAttentionProblem::q_offsets,
+    &JfmAttentionProblem::q_segment_ids,
+    &JfmAttentionProblem::kv_segment_ids,
+    &JfmAttentionProblem::query_seq_lengths,
+    &JfmAttentionProblem::key_value_seq_lengths,
+    &JfmAttentionProblem::sinks,
+    &JfmAttentionProblem::alibi_slopes,
+    &JfmAttentionProblem::dropout_key,
+    &JfmAttentionProblem::dropout_batch_indices,
+    &JfmAttentionProblem::dropout_head_indices,
+    &JfmAttentionProblem::out,
+    &JfmAttentionProblem::logsumexp,
+    &JfmAttentionProblem::dout,
+    &JfmAttentionProblem::dlogsumexp,
+    &JfmAttentionProblem::dquery,
+    &JfmAttentionProblem::dkey,
     &JfmAttentionProblem::dvalue,
+    &JfmAttentionProblem::gradient,
 };
 
 Status CheckRange(const std::string& name, int64_t value, int64_t min, int64_t max) {
@@ -46,7 +65,11 @@ Status CheckRange(const std::string& name, int64_t value, int64_t min, int64_t m
 Result<HostProblem> Decode(const JfmAttentionProblem& source, const Pass& pass) {
   for (Status status : {CheckRange("dtype", source.dtype, JFM_FLOAT32, JFM_BFLOAT16),
                         CheckRange("num_batch_dims", source.num_batch_dims, 0, kMaxBatchDims),
-                        CheckRange("is_causal", source.is_causal, 0, 1)}) {
+                        CheckRange("is_causal", source.is_causal, 0, 1),
+                        CheckRange("operands", source.operands, 0, (1 << kNumOptional) - 1),
+                        CheckRange("bias_dtype", source.bias_dtype, JFM_FLOAT32, JFM_BFLOAT16),
+                        CheckRange("gradient_of", source.gradient_of, JFM_OF_BIAS,
+                                   JFM_OF_ALIBI_SLOPES)}) {
     if (!status.ok()) return status;
   }
   HostProblem host;
@@ -62,7 +85,14 @@ Result<HostProblem> Decode(const JfmAttentionProblem& source, const Pass& pass) 
   problem.scale = source.scale;
   problem.is_causal = source.is_causal != 0;
   problem.q_offset = source.q_offset;
-  for (size_t i = 0; i < pass.num_tensors; ++i) {
+  problem.window_left = source.window_left;
+  problem.window_right = source.window_right;
+  problem.logits_soft_cap = source.logits_soft_cap;
+  problem.dropout_rate = source.dropout_rate;
+  problem.bias_dtype = static_cast<Dtype>(source.bias_dtype);
+  problem.gradient_of = static_cast<GradientOf>(source.gradient_of);
+  SetGiven(problem, source.operands);
+  for (size_t i : pass.Tensors(problem)) {
     const JfmTensor& tensor = source.*kTensorMembers[i];
     const std::string name = kTensors[i].name;
     if (tensor.num_batch_dims != source.num_batch_dims) {
@@ -78,6 +108,7 @@ Result<HostProblem> Decode(const JfmAttentionProblem& source, const Pass& pass) 
     view.batch_strides.assign(tensor.batch_strides, tensor.batch_strides + tensor.num_batch_dims);
     view.head_stride = tensor.head_stride;
     view.row_stride = tensor.row_stride;
+    view.col_stride = tensor.col_stride;
     host.memory[i] = {tensor.data, tensor.size_bytes};
   }
   return host;
@@ -87,7 +118,8 @@ void CopyText(const std::string& source, char* text, size_t size) {
   if (text != nullptr && size > 0) std::snprintf(text, size, "%s", source.c_str());
 }
 
-const Pass& PassOf(int backward) { return backward != 0 ? kBackwardPass : kForwardPass; }
+// In the order of JfmPass.
+constexpr const Pass* kPasses[] = {&kForwardPass, &kBackwardPass, &kGradientPass};
 
 int Run(const Pass& pass, const JfmAttentionProblem* problem, char* error,
         size_t error_size) noexcept {
@@ -104,14 +136,19 @@ int Run(const Pass& pass, const JfmAttentionProblem* problem, char* error,
 }
 
 // What the pass would launch.
-Result<Plan> MakePlan(const Pass& pass, const JfmAttentionProblem* problem) {
+Result<Plan> MakePlan(int number, const JfmAttentionProblem* problem) {
   if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
+  if (Status status = CheckRange("pass", number, JFM_FORWARD, JFM_GRADIENT); !status.ok()) {
+    return status;
+  }
+  const Pass& pass = *kPasses[number];
   Result<HostProblem> host = Decode(*problem, pass);
   if (!host.ok()) return host.status();
+  if (Status status = CheckProblem(pass, host->problem); !status.ok()) return status;
   return pass.plan(host->problem);
 }
 
-int Compile(const Pass& pass, const JfmAttentionProblem* problem, char* error,
+int Compile(int pass, const JfmAttentionProblem* problem, char* error,
             size_t error_size) noexcept {
   const Status status = WithoutExceptions([&]() -> Status {
     Result<Plan> plan = MakePlan(pass, problem);
@@ -123,7 +160,7 @@ int Compile(const Pass& pass, const JfmAttentionProblem* problem, char* error,
   return static_cast<int>(status.code());
 }
 
-int NameKernels(const Pass& pass, const JfmAttentionProblem* problem, char* text,
+int NameKernels(int pass, const JfmAttentionProblem* problem, char* text,
                 size_t text_size) noexcept {
   std::string lines;
   const Status status = WithoutExceptions([&]() -> Status {
@@ -141,7 +178,7 @@ int NameKernels(const Pass& pass, const JfmAttentionProblem* problem, char* text
   return static_cast<int>(status.code());
 }
 
-int64_t CountLaunches(const Pass& pass, const JfmAttentionProblem* problem) noexcept {
+int64_t CountLaunches(int pass, const JfmAttentionProblem* problem) noexcept {
   int64_t count = -1;
   (void)WithoutExceptions([&]() -> Status {
     Result<Plan> plan = MakePlan(pass, problem);
@@ -195,18 +232,23 @@ JFM_EXPORT int jfm_attention_backward(const JfmAttentionProblem* problem, char* 
   return jfm::Run(jfm::kBackwardPass, problem, error, error_size);
 }
 
-JFM_EXPORT int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
+JFM_EXPORT int jfm_attention_gradient(const JfmAttentionProblem* problem, char* error,
+                                      size_t error_size) {
+  return jfm::Run(jfm::kGradientPass, problem, error, error_size);
+}
+
+JFM_EXPORT int jfm_attention_kernels(const JfmAttentionProblem* problem, int pass, char* text,
                                      size_t text_size) {
-  return jfm::NameKernels(jfm::PassOf(backward), problem, text, text_size);
+  return jfm::NameKernels(pass, problem, text, text_size);
 }
 
-JFM_EXPORT int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int backward) {
-  return jfm::CountLaunches(jfm::PassOf(backward), problem);
+JFM_EXPORT int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int pass) {
+  return jfm::CountLaunches(pass, problem);
 }
 
-JFM_EXPORT int jfm_attention_compile(const JfmAttentionProblem* problem, int backward, char* error,
+JFM_EXPORT int jfm_attention_compile(const JfmAttentionProblem* problem, int pass, char* error,
                                      size_t error_size) {
-  return jfm::Compile(jfm::PassOf(backward), problem, error, error_size);
+  return jfm::Compile(pass, problem, error, error_size);
 }
 
 JFM_EXPORT int jfm_device_facts(char* text, size_t text_size) {

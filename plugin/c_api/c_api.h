@@ -9,12 +9,34 @@
 extern "C" {
 #endif
 
-#define JFM_ABI_VERSION 2
+#define JFM_ABI_VERSION 3
 #define JFM_MAX_TENSOR_BATCH_DIMS 16
 
 typedef enum { JFM_FLOAT32 = 0, JFM_FLOAT16 = 1, JFM_BFLOAT16 = 2 } JfmDtype;
 
-// Strides in elements; the last dimension is dense. Batch stride 0 = shared.
+// Bits of JfmAttentionProblem.operands, in the order of its members.
+typedef enum {
+  JFM_HAS_BIAS = 1 << 0,
+  JFM_HAS_MASK = 1 << 1,
+  JFM_HAS_Q_OFFSETS = 1 << 2,
+  JFM_HAS_Q_SEGMENT_IDS = 1 << 3,  // with the next one
+  JFM_HAS_KV_SEGMENT_IDS = 1 << 4,
+  JFM_HAS_QUERY_SEQ_LENGTHS = 1 << 5,
+  JFM_HAS_KEY_VALUE_SEQ_LENGTHS = 1 << 6,
+  JFM_HAS_SINKS = 1 << 7,
+  JFM_HAS_ALIBI_SLOPES = 1 << 8,
+  JFM_HAS_DROPOUT_KEY = 1 << 9,  // with the next two and a dropout_rate
+  JFM_HAS_DROPOUT_BATCH_INDICES = 1 << 10,
+  JFM_HAS_DROPOUT_HEAD_INDICES = 1 << 11
+} JfmOperand;
+
+// The operand whose gradient jfm_attention_gradient computes.
+typedef enum { JFM_OF_BIAS = 0, JFM_OF_SINKS = 1, JFM_OF_ALIBI_SLOPES = 2 } JfmGradientOf;
+
+typedef enum { JFM_FORWARD = 0, JFM_BACKWARD = 1, JFM_GRADIENT = 2 } JfmPass;
+
+// Strides in elements; a dimension without a stride is dense. Stride 0 = shared; of a
+// gradient: summed.
 typedef struct {
   void* data;  // may be null when size_bytes is 0
   int64_t size_bytes;
@@ -23,24 +45,40 @@ typedef struct {
   int64_t batch_strides[JFM_MAX_TENSOR_BATCH_DIMS];
   int64_t head_stride;
   int64_t row_stride;
+  int64_t col_stride;  // bias, mask and their gradient: between keys, 0 or 1
 } JfmTensor;
 
 // query [*batch, q_len, num_heads, head_dim], key [*batch, kv_len, num_kv_heads, head_dim],
 // value [*batch, kv_len, num_kv_heads, value_head_dim], out like query with value_head_dim,
 // logsumexp float32 [*batch, num_heads, q_len]. The d… tensors are like the tensors that
-// they are the gradients of.
+// they are the gradients of. What the options and the optional operands mean: docs/semantics.md.
 typedef struct {
   int32_t dtype;  // JfmDtype
   int32_t num_batch_dims;
   int64_t batch_sizes[JFM_MAX_TENSOR_BATCH_DIMS];
   int64_t q_len, kv_len, num_heads, num_kv_heads, head_dim, value_head_dim;
-  int64_t q_offset;  // query i sees key j iff j <= i + q_offset (is_causal)
+  int64_t q_offset;                   // of all queries; not read if q_offsets is given
+  int64_t window_left, window_right;  // inclusive; -1: no limit
+  double dropout_rate;                // above 0 and below 1 with the dropout operands, else 0
   float scale;
-  int32_t is_causal;            // 0 or 1
-  JfmTensor query, key, value;  // inputs
-  JfmTensor out, logsumexp;     // results of forward, inputs of backward
-  JfmTensor dout, dlogsumexp;   // the rest: backward only
-  JfmTensor dquery, dkey, dvalue;
+  float logits_soft_cap;  // 0: none
+  int32_t is_causal;      // 0 or 1
+  int32_t operands;       // JfmOperand: which of the optional ones are given
+  int32_t bias_dtype;     // JfmDtype
+  int32_t gradient_of;    // JfmGradientOf
+  JfmTensor query, key, value;
+  // Optional. bias and mask (a byte each: 0 or 1) [*batch, num_heads, q_len, kv_len]; int32:
+  // q_offsets [*batch], q_segment_ids [*batch, q_len], kv_segment_ids [*batch, kv_len],
+  // query_seq_lengths and key_value_seq_lengths [*batch]; float32: sinks and alibi_slopes
+  // [*batch, num_heads]; uint32: dropout_key [*batch, 2]; int32: dropout_batch_indices
+  // [*batch], dropout_head_indices [*batch, num_heads].
+  JfmTensor bias, mask, q_offsets, q_segment_ids, kv_segment_ids, query_seq_lengths,
+      key_value_seq_lengths, sinks, alibi_slopes, dropout_key, dropout_batch_indices,
+      dropout_head_indices;
+  JfmTensor out, logsumexp;   // results of forward, inputs of the others
+  JfmTensor dout, dlogsumexp;  // inputs of backward and gradient
+  JfmTensor dquery, dkey, dvalue;  // results of backward
+  JfmTensor gradient;  // result of gradient: like the operand that gradient_of names
 } JfmAttentionProblem;
 
 const char* jfm_version(void);
@@ -50,18 +88,19 @@ int jfm_abi_version(void);
 // `error`, cut to error_size bytes with the final zero; `error` may be null.
 int jfm_attention_forward(const JfmAttentionProblem* problem, char* error, size_t error_size);
 int jfm_attention_backward(const JfmAttentionProblem* problem, char* error, size_t error_size);
+int jfm_attention_gradient(const JfmAttentionProblem* problem, char* error, size_t error_size);
 
-// The kernels that the forward or backward pass would launch, each once, a name per line in
-// the order of their first launch. Runs nothing. On an error `text` holds the message; cut to
-// text_size like `error`.
-int jfm_attention_kernels(const JfmAttentionProblem* problem, int backward, char* text,
+// The kernels that a pass (JfmPass) would launch, each once, a name per line in the order of
+// their first launch. Runs nothing. On an error `text` holds the message; cut to text_size
+// like `error`.
+int jfm_attention_kernels(const JfmAttentionProblem* problem, int pass, char* text,
                           size_t text_size);
 
 // How many launches the pass would make; -1 where jfm_attention_kernels has an error.
-int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int backward);
+int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int pass);
 
 // Gets the pipelines that the pass needs, compiled, and runs nothing. Errors as above.
-int jfm_attention_compile(const JfmAttentionProblem* problem, int backward, char* error,
+int jfm_attention_compile(const JfmAttentionProblem* problem, int pass, char* error,
                           size_t error_size);
 
 // The device that calls run on, as lines "key=value": device ("software" or "apple"), name,

@@ -1,7 +1,8 @@
-// The tables of version 1 of the wire format, and the checks of a frame against them.
+// The tables of version 2 of the wire format, and the checks of a frame against them.
 #include "plugin/ffi/call_frame.h"
 
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,6 +47,10 @@ struct BufferArgument {
   Shape shape;
 };
 
+Status ImpossibleShape(const char* name, const Shape& shape) {
+  return InvalidArgument(std::string(name) + " has an impossible shape: " + ShapeText(shape) + ".");
+}
+
 Result<BufferArgument> DecodeBuffer(const char* name, int32_t type, const void* value) {
   if (type != kXlaFfiBuffer) {
     return InvalidArgument(std::string(name) + " must be a buffer (argument type 1), but got " +
@@ -62,31 +67,44 @@ Result<BufferArgument> DecodeBuffer(const char* name, int32_t type, const void* 
     return InvalidArgument(std::string(name) + " has no valid shape: rank " +
                            std::to_string(buffer.rank) + ".");
   }
-  return BufferArgument{buffer.dtype, buffer.data, Shape(buffer.dims, buffer.dims + buffer.rank)};
+  const Shape shape(buffer.dims, buffer.dims + buffer.rank);
+  for (int64_t size : shape) {
+    if (size < 0) return ImpossibleShape(name, shape);
+  }
+  return BufferArgument{buffer.dtype, buffer.data, shape};
 }
 
-// Appends `count` buffers, whose names start at kTensors[first].
-Status DecodeBuffers(const char* what, const XLA_FFI_Values& values, size_t first, size_t count,
-                     std::vector<BufferArgument>& buffers) {
+// A buffer of the frame and the tensor (an index of kTensors) that it is.
+struct TensorArgument {
+  size_t tensor;
+  TensorSpec spec;
+  bool is_result;
+  BufferArgument buffer;
+};
+
+// Appends the operands or the results of `tensors`.
+Status DecodeBuffers(const char* what, const XLA_FFI_Values& values,
+                     const std::vector<size_t>& tensors, bool are_results,
+                     const AttentionProblem& problem, std::vector<TensorArgument>& arguments) {
   if (values.struct_size < XLA_FFI_SIZE(XLA_FFI_Values, values)) {
     return InvalidArgument(std::string("the list of ") + what + " must have at least " +
                            std::to_string(XLA_FFI_SIZE(XLA_FFI_Values, values)) +
                            " bytes, but got " + std::to_string(values.struct_size) + ".");
   }
-  if (values.size != static_cast<int64_t>(count)) {
+  if (values.size != static_cast<int64_t>(tensors.size())) {
     std::vector<std::string> names;
-    for (size_t i = 0; i < count; ++i) names.push_back(kTensors[first + i].name);
-    return InvalidArgument("expected " + std::to_string(count) + " " + what + " (" + Join(names) +
-                           "), but got " + std::to_string(values.size) + ".");
+    for (size_t tensor : tensors) names.push_back(kTensors[tensor].name);
+    return InvalidArgument("expected " + std::to_string(names.size()) + " " + what + " (" +
+                           Join(names) + "), but got " + std::to_string(values.size) + ".");
   }
   if (values.types == nullptr || values.values == nullptr) {
     return InvalidArgument(std::string("the list of ") + what + " is a null pointer.");
   }
-  for (size_t i = 0; i < count; ++i) {
-    Result<BufferArgument> buffer =
-        DecodeBuffer(kTensors[first + i].name, values.types[i], values.values[i]);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const TensorSpec spec = SpecOfTensor(tensors[i], problem);
+    Result<BufferArgument> buffer = DecodeBuffer(spec.name, values.types[i], values.values[i]);
     if (!buffer.ok()) return buffer.status();
-    buffers.push_back(std::move(*buffer));
+    arguments.push_back({tensors[i], spec, are_results, std::move(*buffer)});
   }
   return {};
 }
@@ -101,119 +119,141 @@ constexpr DtypeSpec kDtypes[] = {{Dtype::kFloat32, XLA_FFI_F32},
                                  {Dtype::kFloat16, XLA_FFI_F16},
                                  {Dtype::kBfloat16, XLA_FFI_BF16}};
 
-int32_t DataType(Dtype dtype) {
+// The dtype of a problem or of its bias is that of a buffer.
+Status ReadDtype(const TensorArgument& argument, Dtype& dtype) {
   for (const DtypeSpec& spec : kDtypes) {
-    if (spec.dtype == dtype) return spec.type;
+    if (spec.type != argument.buffer.dtype) continue;
+    dtype = spec.dtype;
+    return {};
   }
-  return 0;
+  return InvalidArgument(std::string(argument.spec.name) +
+                         " must be float32, float16 or bfloat16, but got " +
+                         DataTypeName(argument.buffer.dtype) + ".");
 }
 
-Status DecodeDtypes(const std::vector<BufferArgument>& buffers, AttentionProblem& problem) {
-  bool found = false;
-  for (const DtypeSpec& spec : kDtypes) {
-    if (spec.type != buffers[0].dtype) continue;
-    problem.dtype = spec.dtype;
-    found = true;
-  }
-  if (!found) {
-    return InvalidArgument("query must be float32, float16 or bfloat16, but got " +
-                           DataTypeName(buffers[0].dtype) + ".");
-  }
-  for (size_t i = 1; i < buffers.size(); ++i) {
-    const TensorSpec& spec = kTensors[i];
-    const Dtype expected = spec.dtype(problem);
-    if (buffers[i].dtype != DataType(expected)) {
-      return InvalidArgument(std::string(spec.name) + " must be " + Name(expected) +
-                             (spec.is_statistic() ? "" : " like query") + ", but got " +
-                             DataTypeName(buffers[i].dtype) + ".");
+Status DecodeDtypes(const std::vector<TensorArgument>& arguments, AttentionProblem& problem) {
+  for (const TensorArgument& argument : arguments) {
+    Status status;
+    if (argument.spec.view == &AttentionProblem::query) status = ReadDtype(argument, problem.dtype);
+    if (argument.spec.view == &AttentionProblem::bias) {
+      status = ReadDtype(argument, problem.bias_dtype);
     }
+    if (!status.ok()) return status;
+    const Element element = argument.spec.element;
+    const std::string expected = SpecOf(element, problem).name;
+    if (DataTypeName(argument.buffer.dtype) == expected) continue;
+    const char* like = element == Element::kProblem ? " like query"
+                       : element == Element::kBias  ? " like bias"
+                                                    : "";
+    return InvalidArgument(std::string(argument.spec.name) + " must be " + expected + like +
+                           ", but got " + DataTypeName(argument.buffer.dtype) + ".");
   }
   return {};
 }
 
 // -- Shapes -------------------------------------------------------------------------
 
-// The sizes after the batch dimensions, as the buffer has them.
-std::vector<TensorSpec::Size> InnerSizes(const TensorSpec& spec) {
-  if (spec.is_statistic()) return {spec.heads, spec.rows};
-  return {spec.rows, spec.heads, spec.width};
-}
-
-const SizeSpec& FindSize(TensorSpec::Size size) {
-  for (const SizeSpec& spec : kSizes) {
-    if (spec.size == size) return spec;
-  }
-  __builtin_unreachable();  // kSizes has every size
-}
-
 std::string LayoutText(const TensorSpec& spec) {
   std::vector<std::string> names = {"*batch"};
-  for (TensorSpec::Size size : InnerSizes(spec)) names.push_back(FindSize(size).name);
+  for (size_t i = 0; i < spec.num_dims; ++i) names.push_back(spec.dims[i].name);
   return "[" + Join(names) + "]";
 }
 
-Status CheckRanks(const std::vector<BufferArgument>& buffers, size_t num_batch_dims) {
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const size_t expected = num_batch_dims + InnerSizes(kTensors[i]).size();
-    if (buffers[i].shape.size() != expected) {
-      return InvalidArgument(
-          std::string(kTensors[i].name) + " must have " + std::to_string(expected) +
-          " dimensions " + LayoutText(kTensors[i]) + ", with as many batch dimensions as query " +
-          ShapeText(buffers[0].shape) + ", but got shape " + ShapeText(buffers[i].shape) + ".");
-    }
+// The first arguments are query, key and value, from which the sizes are read.
+Status CheckRanks(const std::vector<TensorArgument>& arguments, size_t num_batch_dims) {
+  for (const TensorArgument& argument : arguments) {
+    const size_t expected = num_batch_dims + argument.spec.num_dims;
+    if (argument.buffer.shape.size() == expected) continue;
+    return InvalidArgument(std::string(argument.spec.name) + " must have " +
+                           std::to_string(expected) + " dimensions " + LayoutText(argument.spec) +
+                           ", with as many batch dimensions as query " +
+                           ShapeText(arguments[0].buffer.shape) + ", but got shape " +
+                           ShapeText(argument.buffer.shape) + ".");
   }
   return {};
 }
 
-void ReadSizes(const std::vector<BufferArgument>& buffers, const Pass& pass, size_t num_batch_dims,
-               AttentionProblem& problem) {
-  for (const SizeSpec& spec : kSizes) {
-    const std::vector<TensorSpec::Size> sizes = InnerSizes(kTensors[spec.source]);
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      if (sizes[i] != spec.size) continue;
-      problem.*spec.size = buffers[spec.source].shape[num_batch_dims + i];
-    }
+// The full size of a batch dimension, the largest of all, 0 if any is 0; and the argument
+// that has it.
+struct FullSize {
+  int64_t size;
+  size_t argument;
+};
+FullSize FindFullSize(const std::vector<TensorArgument>& arguments, size_t dimension) {
+  FullSize full = {1, 0};
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const int64_t size = arguments[i].buffer.shape[dimension];
+    if (size == 0) return {0, i};
+    if (size > full.size) full = {size, i};
   }
-  // A result always has the full batch sizes.
-  const Shape& result = buffers[pass.num_operands].shape;
-  problem.batch_sizes.assign(result.begin(), result.begin() + num_batch_dims);
+  return full;
 }
 
-Status CheckShapes(const std::vector<BufferArgument>& buffers, const Pass& pass,
-                   const AttentionProblem& problem) {
-  const size_t num_batch_dims = problem.batch_sizes.size();
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const TensorSpec& spec = kTensors[i];
-    const Shape& shape = buffers[i].shape;
-    const std::vector<TensorSpec::Size> sizes = InnerSizes(spec);
-    for (size_t j = 0; j < sizes.size(); ++j) {
-      if (shape[num_batch_dims + j] == problem.*sizes[j]) continue;
-      const SizeSpec& size = FindSize(sizes[j]);
-      const char* source = kTensors[size.source].name;
-      return InvalidArgument(std::string(spec.name) + " must have the same " + size.name + " as " +
-                             source + ", but got " + source + " of shape " +
-                             ShapeText(buffers[size.source].shape) + " and " + spec.name +
-                             " of shape " + ShapeText(shape) + ".");
+void ReadSizes(const std::vector<TensorArgument>& arguments, size_t num_batch_dims,
+               AttentionProblem& problem) {
+  for (const SizeSpec& size : kSizes) {
+    const TensorArgument& source = arguments[size.source];
+    for (size_t i = 0; i < source.spec.num_dims; ++i) {
+      if (source.spec.dims[i].size != size.size) continue;
+      problem.*size.size = source.buffer.shape[num_batch_dims + i];
     }
-    const bool is_result = i >= pass.num_operands;
-    for (size_t j = 0; j < num_batch_dims; ++j) {
+  }
+  for (size_t i = 0; i < num_batch_dims; ++i) {
+    problem.batch_sizes.push_back(FindFullSize(arguments, i).size);
+  }
+}
+
+Status CheckInnerShape(const TensorArgument& argument,
+                       const std::vector<TensorArgument>& arguments,
+                       const AttentionProblem& problem) {
+  const TensorSpec& spec = argument.spec;
+  const Shape& shape = argument.buffer.shape;
+  for (size_t i = 0; i < spec.num_dims; ++i) {
+    const DimSpec& dim = spec.dims[i];
+    const int64_t size = shape[problem.batch_sizes.size() + i];
+    if (size == dim.Size(problem) || (dim.may_be_shared && size == 1)) continue;
+    if (dim.size == nullptr) {
+      return InvalidArgument(std::string(spec.name) + " must have the shape " + LayoutText(spec) +
+                             ", but got shape " + ShapeText(shape) + ".");
+    }
+    size_t source = 0;
+    for (const SizeSpec& s : kSizes) {
+      if (s.size == dim.size) source = s.source;
+    }
+    const char* source_name = arguments[source].spec.name;
+    return InvalidArgument(std::string(spec.name) + " must have the same " + dim.name + " as " +
+                           source_name + (dim.may_be_shared ? ", or 1," : ",") + " but got " +
+                           source_name + " of shape " + ShapeText(arguments[source].buffer.shape) +
+                           " and " + spec.name + " of shape " + ShapeText(shape) + ".");
+  }
+  return {};
+}
+
+Status CheckShapes(const std::vector<TensorArgument>& arguments, const AttentionProblem& problem) {
+  for (const TensorArgument& argument : arguments) {
+    const char* name = argument.spec.name;
+    const Shape& shape = argument.buffer.shape;
+    if (Status status = CheckInnerShape(argument, arguments, problem); !status.ok()) return status;
+    const bool may_be_shared = !argument.is_result || argument.tensor == kGradientTensor;
+    for (size_t j = 0; j < problem.batch_sizes.size(); ++j) {
       const int64_t full = problem.batch_sizes[j];
-      if (shape[j] == full || (shape[j] == 1 && !is_result)) continue;
-      const char* source = kTensors[pass.num_operands].name;
-      return InvalidArgument("batch dimension " + std::to_string(j) + " of " + spec.name +
-                             " must be " + std::to_string(full) + " as in the result " + source +
-                             (is_result ? "" : " or 1 (shared)") + ", but got " + source +
-                             " of shape " + ShapeText(buffers[pass.num_operands].shape) + " and " +
-                             spec.name + " of shape " + ShapeText(shape) + ".");
+      if (shape[j] == full || (shape[j] == 1 && may_be_shared)) continue;
+      const TensorArgument& source = arguments[FindFullSize(arguments, j).argument];
+      return InvalidArgument("batch dimension " + std::to_string(j) + " of " + name + " must be " +
+                             std::to_string(full) + " as in " + source.spec.name +
+                             (may_be_shared ? " or 1 (shared)" : "") + ", but got " +
+                             source.spec.name + " of shape " + ShapeText(source.buffer.shape) +
+                             " and " + name + " of shape " + ShapeText(shape) + ".");
     }
   }
   return {};
 }
 
 // Strides of a dense row-major buffer, and its size in bytes.
-Status DescribeMemory(const TensorSpec& spec, const BufferArgument& buffer,
-                      AttentionProblem& problem, HostMemory& memory) {
-  const Shape& shape = buffer.shape;
+Status DescribeMemory(const TensorArgument& argument, AttentionProblem& problem,
+                      HostMemory& memory) {
+  const TensorSpec& spec = argument.spec;
+  const Shape& shape = argument.buffer.shape;
   Shape strides(shape.size());
   int64_t num_elements = 1;
   bool is_empty = false;
@@ -221,57 +261,62 @@ Status DescribeMemory(const TensorSpec& spec, const BufferArgument& buffer,
     strides[i] = num_elements;
     is_empty |= shape[i] == 0;
     // Empty dimensions count as 1, so that a stride stays a stride.
-    if (shape[i] < 0 ||
-        __builtin_mul_overflow(num_elements, shape[i] == 0 ? 1 : shape[i], &num_elements)) {
-      return InvalidArgument(std::string(spec.name) +
-                             " has an impossible shape: " + ShapeText(shape) + ".");
+    if (__builtin_mul_overflow(num_elements, shape[i] == 0 ? 1 : shape[i], &num_elements)) {
+      return ImpossibleShape(spec.name, shape);
     }
   }
   int64_t size_bytes;
-  if (__builtin_mul_overflow(num_elements, SizeBytes(spec.dtype(problem)), &size_bytes)) {
+  if (__builtin_mul_overflow(num_elements, SpecOf(spec.element, problem).size_bytes,
+                             &size_bytes)) {
     return InvalidArgument(std::string(spec.name) + " has too many elements: shape " +
                            ShapeText(shape) + ".");
   }
-  memory = {buffer.data, is_empty ? 0 : size_bytes};
+  memory = {argument.buffer.data, is_empty ? 0 : size_bytes};
 
   TensorView& view = problem.*spec.view;
   const size_t num_batch_dims = problem.batch_sizes.size();
+  const auto stride = [&](size_t i, int64_t full) { return shape[i] == full ? strides[i] : 0; };
   for (size_t i = 0; i < num_batch_dims; ++i) {
-    const bool is_shared = shape[i] != problem.batch_sizes[i];
-    view.batch_strides.push_back(is_shared ? 0 : strides[i]);
+    view.batch_strides.push_back(stride(i, problem.batch_sizes[i]));
   }
-  view.row_stride = strides[num_batch_dims + (spec.is_statistic() ? 1 : 0)];
-  view.head_stride = strides[num_batch_dims + (spec.is_statistic() ? 0 : 1)];
+  for (size_t i = 0; i < spec.num_dims; ++i) {
+    const DimSpec& dim = spec.dims[i];
+    if (dim.stride != nullptr) {
+      view.*dim.stride = stride(num_batch_dims + i, dim.Size(problem));
+    }
+  }
   return {};
 }
 
 Status DecodeTensors(const XLA_FFI_CallFrame& frame, const Pass& pass, HostProblem& host) {
-  std::vector<BufferArgument> buffers;
-  Status status = DecodeBuffers("operands", frame.arguments, 0, pass.num_operands, buffers);
-  if (!status.ok()) return status;
-  status = DecodeBuffers("results", frame.results, pass.num_operands, pass.num_results(), buffers);
-  if (!status.ok()) return status;
-
   AttentionProblem& problem = host.problem;
-  status = DecodeDtypes(buffers, problem);
+  std::vector<size_t> operands, results;
+  for (size_t i : pass.Tensors(problem)) (pass.IsResult(i) ? results : operands).push_back(i);
+  std::vector<TensorArgument> arguments;
+  Status status = DecodeBuffers("operands", frame.arguments, operands, false, problem, arguments);
+  if (!status.ok()) return status;
+  status = DecodeBuffers("results", frame.results, results, true, problem, arguments);
+  if (!status.ok()) return status;
+  status = DecodeDtypes(arguments, problem);
   if (!status.ok()) return status;
 
-  const size_t query_rank = buffers[0].shape.size();
-  const size_t inner_rank = InnerSizes(kTensors[0]).size();
+  const TensorArgument& query = arguments[0];
+  const size_t query_rank = query.buffer.shape.size();
+  const size_t inner_rank = query.spec.num_dims;
   if (query_rank < inner_rank || query_rank > inner_rank + kMaxBatchDims) {
     return InvalidArgument("query must have " + std::to_string(inner_rank) + " to " +
                            std::to_string(inner_rank + kMaxBatchDims) + " dimensions " +
-                           LayoutText(kTensors[0]) + ", but got shape " +
-                           ShapeText(buffers[0].shape) + ".");
+                           LayoutText(query.spec) + ", but got shape " +
+                           ShapeText(query.buffer.shape) + ".");
   }
   const size_t num_batch_dims = query_rank - inner_rank;
-  status = CheckRanks(buffers, num_batch_dims);
+  status = CheckRanks(arguments, num_batch_dims);
   if (!status.ok()) return status;
-  ReadSizes(buffers, pass, num_batch_dims, problem);
-  status = CheckShapes(buffers, pass, problem);
+  ReadSizes(arguments, num_batch_dims, problem);
+  status = CheckShapes(arguments, problem);
   if (!status.ok()) return status;
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    status = DescribeMemory(kTensors[i], buffers[i], problem, host.memory[i]);
+  for (const TensorArgument& argument : arguments) {
+    status = DescribeMemory(argument, problem, host.memory[argument.tensor]);
     if (!status.ok()) return status;
   }
   return {};
@@ -355,16 +400,31 @@ Status CheckAttributeList(const XLA_FFI_Attributes& attributes) {
   return {};
 }
 
-Status DecodeAttributes(const XLA_FFI_Attributes& attributes, AttentionProblem& problem) {
+Status CheckAttributeRange(const char* name, int64_t value, int64_t max) {
+  if (value >= 0 && value <= max) return {};
+  return InvalidArgument(std::string("attribute ") + name + " must be from 0 to " +
+                         std::to_string(max) + ", but got " + std::to_string(value) + ".");
+}
+
+Status DecodeAttributes(const XLA_FFI_Attributes& attributes, const Pass& pass,
+                        AttentionProblem& problem) {
   if (Status status = CheckAttributeList(attributes); !status.ok()) return status;
-  int64_t version = 0;
+  int64_t version = 0, operands = 0, gradient_of = 0;
   uint8_t is_causal = 0;
   const AttributeSpec version_spec = {"version", XLA_FFI_S64, &version, sizeof(version)};
-  const AttributeSpec specs[] = {
+  std::vector<AttributeSpec> specs = {
       {"scale", XLA_FFI_F32, &problem.scale, sizeof(problem.scale)},
       {"is_causal", XLA_FFI_PRED, &is_causal, sizeof(is_causal)},
       {"q_offset", XLA_FFI_S64, &problem.q_offset, sizeof(problem.q_offset)},
+      {"window_left", XLA_FFI_S64, &problem.window_left, sizeof(problem.window_left)},
+      {"window_right", XLA_FFI_S64, &problem.window_right, sizeof(problem.window_right)},
+      {"logits_soft_cap", XLA_FFI_F32, &problem.logits_soft_cap, sizeof(problem.logits_soft_cap)},
+      {"dropout_rate", XLA_FFI_F64, &problem.dropout_rate, sizeof(problem.dropout_rate)},
+      {"operands", XLA_FFI_S64, &operands, sizeof(operands)},
   };
+  if (&pass == &kGradientPass) {
+    specs.push_back({"gradient_of", XLA_FFI_S64, &gradient_of, sizeof(gradient_of)});
+  }
   // The version first: what another version has of attributes would only mislead.
   if (Status status = DecodeAttribute(attributes, version_spec); !status.ok()) return status;
   if (version != kWireVersion) {
@@ -386,7 +446,14 @@ Status DecodeAttributes(const XLA_FFI_Attributes& attributes, AttentionProblem& 
                            AttributeText(attributes.types[i], attributes.values[i]) +
                            "); the attributes are " + Join(known) + ".");
   }
+  for (Status status :
+       {CheckAttributeRange("operands", operands, (1 << kNumOptional) - 1),
+        CheckAttributeRange("gradient_of", gradient_of, std::size(kDifferentiable) - 1)}) {
+    if (!status.ok()) return status;
+  }
   problem.is_causal = is_causal != 0;
+  problem.gradient_of = static_cast<GradientOf>(gradient_of);
+  SetGiven(problem, operands);
   return {};
 }
 
@@ -394,7 +461,7 @@ Status DecodeAttributes(const XLA_FFI_Attributes& attributes, AttentionProblem& 
 
 Result<HostProblem> DecodeCallFrame(const XLA_FFI_CallFrame& frame, const Pass& pass) {
   HostProblem host;
-  Status status = DecodeAttributes(frame.attributes, host.problem);
+  Status status = DecodeAttributes(frame.attributes, pass, host.problem);
   if (!status.ok()) return status;
   status = DecodeTensors(frame, pass, host);
   if (!status.ok()) return status;

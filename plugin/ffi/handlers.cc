@@ -13,9 +13,10 @@
 #include "plugin/ffi/xla_ffi.h"
 
 // X(symbol and target name, pass)
-#define JFM_HANDLERS(X)                       \
-  X(jax_flash_metal_forward_v1, kForwardPass) \
-  X(jax_flash_metal_backward_v1, kBackwardPass)
+#define JFM_HANDLERS(X)                         \
+  X(jax_flash_metal_forward_v2, kForwardPass)   \
+  X(jax_flash_metal_backward_v2, kBackwardPass) \
+  X(jax_flash_metal_gradient_v2, kGradientPass)
 
 namespace jfm {
 namespace {

@@ -60,7 +60,7 @@ CheckedBuffer::CheckedBuffer(void* host, size_t size_bytes)
   data_ = mapped_ + kRedZone + (rounded - size_bytes) / 64 * 64;
   // NaN, so that a wrong read shows in the result as well.
   std::memset(data_ - kPage, 0xFF, size_bytes + 2 * kPage);
-  shadow_.resize((size_bytes + kGranule - 1) / kGranule);
+  shadow_.resize(size_bytes);
 }
 
 CheckedBuffer::~CheckedBuffer() {
@@ -86,9 +86,7 @@ void CheckedBuffer::CopyBack() {
   if (!is_copied_in_) return;
   is_copied_in_ = false;
   for (size_t i = 0; i < shadow_.size(); ++i) {
-    if (shadow_[i].writer.epoch == 0) continue;
-    const size_t offset = i * kGranule;
-    std::memcpy(host_ + offset, data_ + offset, std::min(kGranule, size_bytes_ - offset));
+    if (shadow_[i].writer.epoch != 0) host_[i] = data_[i];
   }
 }
 
@@ -218,9 +216,8 @@ void Checker::AccessDevice(const Bound& bound, uintptr_t address, size_t size, b
   if (offset < 0 || offset + size > bound.buffer->size_bytes()) {
     return Report(is_write ? "write out of bounds" : "read out of bounds", where, place, nullptr);
   }
-  const size_t last = (offset + size - 1) / CheckedBuffer::kGranule;
-  for (size_t i = offset / CheckedBuffer::kGranule; i <= last; ++i) {
-    Shadow& shadow = bound.buffer->shadow()[i];
+  for (size_t i = 0; i < size; ++i) {
+    Shadow& shadow = bound.buffer->shadow()[offset + i];
     const Shadow before = shadow;
     if (const char* fault = Check(shadow, device_clock_, is_write)) {
       return Report(fault, where, place, &before);

@@ -43,7 +43,6 @@ struct Shadow {
 class CheckedBuffer : public Buffer {
  public:
   static constexpr size_t kRedZone = 1 << 20;
-  static constexpr size_t kGranule = 2;  // bytes per Shadow: the smallest element of a tensor
 
   // `host` is nullptr for memory that the device allocates.
   CheckedBuffer(void* host, size_t size_bytes);

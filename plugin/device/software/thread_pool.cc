@@ -1,5 +1,6 @@
 #include "plugin/device/software/thread_pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -31,10 +32,19 @@ struct Job {
 
 class Pool {
  public:
-  // Never destroyed: helpers may still sleep in it when the process ends.
+  // Never destroyed: helpers may still sleep in it when the process ends. The child of a
+  // fork() has none of them, and a mutex that one of them held stays locked there: it
+  // leaves that pool alone and starts another.
   static Pool& Get() {
-    static Pool& pool = *new Pool;
-    return pool;
+    [[maybe_unused]] static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { current_ = nullptr; });
+    Pool* pool = current_;
+    if (pool == nullptr) {
+      auto* fresh = new Pool;
+      if (current_.compare_exchange_strong(pool, fresh)) return *fresh;
+      delete fresh;
+    }
+    return *pool;
   }
 
   // Lets up to `helpers` threads join the job.
@@ -67,11 +77,15 @@ class Pool {
     }
   }
 
+  static std::atomic<Pool*> current_;
+
   std::mutex mutex_;  // protects jobs_ and num_threads_
   std::condition_variable work_;
   std::deque<std::shared_ptr<Job>> jobs_;  // one entry per helper still wanted
   int num_threads_ = 0;
 };
+
+std::atomic<Pool*> Pool::current_{nullptr};
 
 std::atomic<int> requested_threads{0};
 

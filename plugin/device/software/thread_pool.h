@@ -1,6 +1,6 @@
 // Threads that help to run the threadgroups of a dispatch. The caller always works too,
-// and never waits for a helper that has not started: a busy, or after fork() missing,
-// pool costs speed, never progress.
+// and never waits for a helper that has not started: a busy pool costs speed, never
+// progress. A forked process starts threads of its own.
 #pragma once
 
 #include <cstdint>

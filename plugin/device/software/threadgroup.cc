@@ -303,6 +303,6 @@ void* __msl_threadgroup_memory(unsigned id, unsigned long size, unsigned long al
                                const char* name) {
   return current_runner->ThreadgroupMemory(id, size, alignment, name);
 }
-int __msl_function_constant(unsigned index) { return current_runner->constant(index); }
+const int* __msl_function_constants() { return current_runner->constants(); }
 
 }  // extern "C"

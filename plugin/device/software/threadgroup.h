@@ -53,7 +53,7 @@ class ThreadgroupRunner {
   void ThreadgroupBarrier(uint32_t flags, const void* place);
   void* ThreadgroupMemory(uint32_t id, size_t size, size_t alignment, const char* name);
   uint32_t lane() const { return current_ % kSimdWidth; }
-  int32_t constant(uint32_t index) const { return launch_->constants[index]; }
+  const int32_t* constants() const { return launch_->constants; }
 
   // Ends the threadgroup with an error. Called on a lane's stack.
   [[noreturn]] void Fail(const std::string& reason);

@@ -18,6 +18,8 @@
 // Metal allows 31 buffers per kernel.
 #define MSL_MAX_BUFFERS 31
 #define MSL_SIMD_WIDTH 32
+// Address of a buffer that a pipeline has not: in the page that is never mapped.
+#define MSL_NO_BUFFER 64
 
 struct MslSize {
   unsigned x, y, z;
@@ -70,7 +72,9 @@ struct MslAccumulator {
 extern "C" {
 
 // Constant within a lane: a lane never leaves the worker that it started on.
-__attribute__((const)) int __msl_function_constant(unsigned index);
+// The function constants of the running pipeline, by index: a table, because a call for each
+// would be made again in every loop whose conditions it may not move in front of.
+__attribute__((const)) const MSL_THREAD int* __msl_function_constants(void);
 __attribute__((const)) unsigned __msl_lane_index(void);
 
 // The memory of a threadgroup variable, the same for all threads of a threadgroup.

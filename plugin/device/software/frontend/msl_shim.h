@@ -214,7 +214,7 @@ MSL_FLOAT_LIMITS(bfloat, 1.175494351e-38f, 3.3895313892515355e38f, 7.8125e-3f)
 template <typename T, uint index>
 struct __msl_constant {
   constexpr __msl_constant() constant {}
-  operator T() const constant { return T(__msl_function_constant(index)); }
+  operator T() const constant { return T(__msl_function_constants()[index]); }
 };
 
 // ---------------------------------------------------------------- common and math
@@ -614,7 +614,10 @@ struct __msl_position {
 };
 
 struct __msl_thread : MslThread {
-  __msl_buffer buffer(int index) const thread { return {group->buffers[index]}; }
+  // Not 0 for one that does not exist: clang takes a pointer that is read for another.
+  __msl_buffer buffer(int index, bool exists = true) const thread {
+    return {exists ? group->buffers[index] : MSL_NO_BUFFER};
+  }
   uint lane_index() const thread { return lane; }
   uint threads_per_simdgroup() const thread { return MSL_SIMD_WIDTH; }
   uint simdgroup_index() const thread { return simdgroup; }

@@ -180,6 +180,8 @@ _VECTOR = re.compile(
 )
 _BUFFER = re.compile(r"buffer\(\s*(\d+)\s*\)")
 _FUNCTION_CONSTANT = re.compile(r"function_constant\(\s*(\d+)\s*\)")
+# On a kernel parameter, which exists only where the constant of this name is true.
+_CONDITION = re.compile(r"function_constant\(\s*([A-Za-z_]\w*)\s*\)")
 _HOST_NAME = re.compile(r'host_name\(\s*((?:"[^"]*"\s*)+)\)')
 # Prepended to the entry points; also keeps them out of the last file's lines.
 _ENTRY_MARKER = '\n# 1 "<kernel entry points>"\n'
@@ -417,6 +419,12 @@ class _Unit:
             self.error(start, f"kernel parameter '{name}' has no attribute")
         elif not is_known:
             self.error(start, f"unknown parameter attribute [[{attribute}]]")
+        if condition := _CONDITION.search(attribute):
+            booleans = {c.name for c in self.constants if c.type == "bool"}
+            if condition[1] not in booleans:
+                self.error(
+                    start, f"'{condition[1]}' is not a function constant of type bool"
+                )
         msl_type = self.source(start, names[-1]) if names else ""
         return Parameter(name, msl_type, attribute, where.file, where.line)
 
@@ -548,7 +556,10 @@ class _Unit:
 
     def argument(self, parameter: Parameter) -> str:
         if match := _BUFFER.search(parameter.attribute):
-            return f"thread_->buffer({match[1]})"
+            condition = _CONDITION.search(parameter.attribute)
+            # One that does not exist has no memory: reading it is found.
+            exists = f", {condition[1]}" if condition else ""
+            return f"thread_->buffer({match[1]}{exists})"
         return (
             f"thread_->{POSITION_ATTRIBUTES.get(parameter.attribute, 'lane_index()')}"
         )
