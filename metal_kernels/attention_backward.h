@@ -6,7 +6,7 @@
 
 // What the backward needs of a query row.
 struct RowStatistics {
-  float logsumexp;  // in score units; NaN if anything the row sees, or its cotangent, is not finite
+  float logsumexp;  // in score units; NaN if the forward's is, or if delta is not finite
   float delta;
 };
 
@@ -17,7 +17,7 @@ METAL_FUNC RowStatistics load_row_statistics(
   if (aligned_q || row < params.q_len) {
     statistics.delta = delta[row * params.delta.row];
     const float lse = to_score_units(logsumexp[row * params.logsumexp.row]);
-    statistics.logsumexp = isnan(statistics.delta) ? statistics.delta : lse;
+    statistics.logsumexp = is_finite_value(statistics.delta) ? lse : quiet_nan();
   }
   return statistics;
 }

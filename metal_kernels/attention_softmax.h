@@ -31,7 +31,7 @@ METAL_FUNC float update_softmax(
       float bias, slope;
       const bool visible = query_sees(params, operands, keys, query, key, bias);
       const float x =
-          visible ? score(params, operands, query, key, dot, bias, slope) : -INFINITY;
+          visible ? shown(score(params, operands, query, key, dot, bias, slope)) : -INFINITY;
       s[j].thread_elements()[e] = x;
       block_max = max(block_max, x);
     }

@@ -11,13 +11,17 @@ import ctypes
 import fcntl
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from plugin import build
-from tests.support import kernel_check, native
-from tests.support.cases import Case
+import numpy as np
 
+from plugin import build
+from tests.support import kernel_check, native, reference_f64
+from tests.support.cases import DIFFERENTIABLE, Case
+
+PASSES = ("forward", "backward", "gradient")
 # (order, seed) of jfm_software_set_lane_order: forward, reverse, random.
 LANE_ORDERS = ((0, 0), (1, 0), (2, 1))
 
@@ -44,6 +48,9 @@ class CheckedLibrary:
     def run_backward(self, *operands, **options):
         return native.run_backward(*operands, **options, library=self._library)
 
+    def run_gradient(self, *operands, **options):
+        return native.run_gradient(*operands, **options, library=self._library)
+
     def set_lane_order(self, order: int, seed: int) -> None:
         self._library.jfm_software_set_lane_order(order, seed)
 
@@ -57,9 +64,15 @@ class CheckedLibrary:
 
     def threadgroup_bytes(self) -> dict[str, int]:
         """The largest threadgroup memory of each kernel that ran since clear()."""
+        return {kernel: int(row[3]) for kernel, row in self._statistics().items()}
+
+    def products(self) -> dict[str, int]:
+        """The 8x8 matrix products of each kernel that ran since clear()."""
+        return {kernel: int(row[5]) for kernel, row in self._statistics().items()}
+
+    def _statistics(self) -> dict[str, list[str]]:
         rows = self._text("jfm_software_statistics").splitlines()
-        fields = [row.split("\t") for row in rows]
-        return {kernel: int(num_bytes) for kernel, _, _, num_bytes, *_ in fields}
+        return {row.split("\t")[0]: row.split("\t") for row in rows}
 
     def _text(self, function: str) -> str:
         call = getattr(self._library, function)
@@ -70,6 +83,45 @@ class CheckedLibrary:
         return buffer.value.decode()
 
 
+class _Partly:
+    """Some passes of a library, and float64 in the place of the others."""
+
+    def __init__(
+        self, library: CheckedLibrary, passes: Sequence[str], case: Case
+    ) -> None:
+        self._library, self._passes, self._case = library, passes, case
+
+    def run_forward(self, *operands, **options):
+        if "forward" in self._passes:
+            return self._library.run_forward(*operands, **options)
+        out, logsumexp = reference_f64.attention(*operands, **options)
+        return out.astype(self._case.np_dtype), logsumexp.astype(np.float32)
+
+    def run_backward(self, *operands, **options):
+        if "backward" in self._passes:
+            return self._library.run_backward(*operands, **options)
+        return [
+            getattr(self._gradients(operands, options), name).astype(
+                self._case.np_dtype
+            )
+            for name in kernel_check.BACKWARD
+        ]
+
+    def run_gradient(self, of, *operands, **options):
+        if "gradient" in self._passes:
+            return self._library.run_gradient(of, *operands, **options)
+        name = next(name for name, operand in DIFFERENTIABLE.items() if operand == of)
+        gradient = getattr(self._gradients(operands, options), name)
+        return gradient.astype(kernel_check.dtype_of(name, self._case))
+
+    @staticmethod
+    def _gradients(operands, options):
+        query, key, value, _, _, dout, dlogsumexp = operands
+        return reference_f64.attention_gradients(
+            query, key, value, dout, dlogsumexp, **options
+        )
+
+
 class Finding(NamedTuple):
     """`what`: the kind of a checker report, "numbers", or "error" (of the device)."""
 
@@ -78,15 +130,22 @@ class Finding(NamedTuple):
 
 
 def judge(
-    library: CheckedLibrary, case: Case, lane_order: tuple[int, int]
+    library: CheckedLibrary,
+    case: Case,
+    lane_order: tuple[int, int],
+    passes: Sequence[str] = PASSES,
 ) -> list[Finding]:
-    """Everything wrong with a case, forward and backward, in one lane order."""
+    """Everything wrong with the passes of a case in one lane order."""
     library.set_lane_order(*lane_order)
     library.clear()
     where = f"{case.id}, lane order {lane_order}"
+    implementation = _Partly(library, passes, case)
     found = []
     try:
-        kernel_check.check(library, case)
+        if "forward" in passes:
+            kernel_check.check_forward(implementation, case)
+        if {"backward", "gradient"} & set(passes):
+            kernel_check.check_backward(implementation, case)
     except native.NativeError as error:
         found.append(Finding("error", f"{where}: {error}"))
     except AssertionError as error:
@@ -96,8 +155,13 @@ def judge(
 
 
 @functools.cache
-def library_of(kernel_dir: Path = build.KERNEL_DIR) -> CheckedLibrary:
-    """Builds (or finds in the cache) the checker library of a folder of kernels."""
+def library_of(
+    kernel_dir: Path = build.KERNEL_DIR, kernels: Sequence[str] | None = None
+) -> CheckedLibrary:
+    """Builds (or finds in the cache) the checker library of a folder of kernels.
+
+    kernels: names of those to put into the library of a copy; None = all.
+    """
     if kernel_dir == build.KERNEL_DIR:
         output = build.CHECKER_LIBRARY
         # One test process builds, the others find the result in the cache.
@@ -106,5 +170,7 @@ def library_of(kernel_dir: Path = build.KERNEL_DIR) -> CheckedLibrary:
             build.build(flavour="checker", output=output)
     else:
         output = kernel_dir / "checker.so"
-        build.build(kernel_dir=kernel_dir, flavour="checker", output=output)
+        build.build(
+            kernel_dir=kernel_dir, only=kernels, flavour="checker", output=output
+        )
     return CheckedLibrary(output)

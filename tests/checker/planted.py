@@ -18,6 +18,23 @@ _BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\s*\([^;]*\)\s*;")
 _COMMENT = re.compile(r"//[^\n]*")
 
 
+# Kernels that work together, by pass: what a bug needs to be built and run. A row takes
+# seconds to compile, so that a bug in what all share is planted in one part of them.
+_MASK = ("attention_mask_blocks",)
+_DKV = (*_MASK, "attention_delta", "attention_backward_dkv")
+_SHORT = "attention_short_"
+PARTS: dict[str, tuple[str, ...]] = {
+    "forward": (*_MASK, "attention_forward"),
+    "backward": (*_DKV, "attention_backward_dq"),
+    "short forward": (*_MASK, f"{_SHORT}forward", f"{_SHORT}forward_combine"),
+    "short backward": (*_DKV, f"{_SHORT}dq", f"{_SHORT}dq_combine"),
+    "gradient": (
+        *(*_MASK, "attention_delta", "attention_sinks_gradient"),
+        *("attention_bias_gradient", "attention_bias_gradient_combine"),
+    ),
+}
+
+
 class AnchorMissing(Exception):
     """The text that a bug replaces is not in the kernels (or not as often as told)."""
 
@@ -32,6 +49,8 @@ class Bug:
     new: str
     occurrences: int = 1
     index: int = 0
+    part: str = ""  # a name in PARTS; "": the first that has the file
+    is_slow: bool = False  # for `make test-all` only: another bug is much like it
 
     def plant(self, kernel_dir: Path) -> None:
         """Edits the file in a copy of the kernels."""
@@ -45,6 +64,22 @@ class Bug:
             )
         at = places[self.index]
         path.write_text(text[:at] + self.new + text[at + len(self.old) :])
+
+
+def part_of(bug: Bug) -> str:
+    """The part that a bug is built in."""
+    return bug.part or next(
+        part
+        for part, kernels in PARTS.items()
+        if any(bug.file in files for files in map(_files_of, kernels))
+    )
+
+
+def _files_of(kernel: str) -> set[str]:
+    """The source of a kernel and what it includes."""
+    source = next(row.source for row in build.load_variants() if row.kernel == kernel)
+    path = build.KERNEL_DIR / f"{source}.metal"
+    return {file.name for file in build.included_files(path, [build.KERNEL_DIR])}
 
 
 def barrier_bugs() -> list[Bug]:
