@@ -89,8 +89,8 @@ def test_sixteen_dims(q_len):
     check(native, _case(batch, q_len, batch, batch, batch, kv_len=11, head_dim=8))
 
 
-def test_vmap_with_groups():
-    """MLX #3383: a batch of one inside another, 4 query heads on 2."""
+def test_report_27_mlx_3383():
+    """A batch of one inside another, 4 query heads on 2."""
     check(
         native,
         cases.Case(

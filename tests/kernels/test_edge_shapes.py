@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.support import cases, native, tolerances
+from tests.support import cases, native, reference_f64, tolerances
 from tests.support.compare import assert_identical
 from tests.support.inputs import make_inputs
-from tests.support.kernel_check import Results, check, run
+from tests.support.kernel_check import check, run, run_case
 
 dtypes = pytest.mark.parametrize("dtype", tolerances.DTYPES)
 short_and_long = pytest.mark.parametrize("q_len", [37, 5])
@@ -25,8 +25,8 @@ def test_no_keys(dtype, q_len):
 
 
 @dtypes
-def test_no_queries(dtype):
-    """Dao-AILab #2421: gradients of unused keys are 0, not what was in memory."""
+def test_report_34_dao_ailab_2421(dtype):
+    """No queries at all: gradients of unused keys are 0, not what was in memory."""
     case = cases.Case("no-queries", dtype=dtype, q_len=0)
     results = run(native, make_inputs(case), **case.options)
     assert results.out.shape == (2, 0, 6, 64)
@@ -48,7 +48,7 @@ def test_no_queries(dtype):
 def test_nothing_at_all(sizes):
     case = cases.Case("nothing", **sizes)
     results = run(native, make_inputs(case), **case.options)
-    assert all(x.size == 0 for x in results)
+    assert all(x.size == 0 for _, x in results.present())
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,9 @@ def test_large_offset_is_no_mask(q_len, offset):
     actual = run(
         native, inputs, **case.options | {"is_causal": True, "q_offset": offset}
     )
-    for name in Results._fields:
+    for name, array in actual.present():
         assert_identical(
-            getattr(actual, name),
-            getattr(expected, name),
-            name=name,
-            context=f"q_offset={offset}",
+            array, getattr(expected, name), name=name, context=f"q_offset={offset}"
         )
 
 
@@ -140,7 +137,103 @@ def test_offset_without_causal_does_nothing(q_len):
     inputs = make_inputs(case)
     expected = run(native, inputs, **case.options)
     actual = run(native, inputs, **case.options | {"q_offset": -7})
-    for name in Results._fields:
-        assert_identical(
-            getattr(actual, name), getattr(expected, name), name=name, context=case.id
+    for name, array in actual.present():
+        assert_identical(array, getattr(expected, name), name=name, context=case.id)
+
+
+EVERYTHING = cases.EVERYTHING | {"feature_batch": {}}
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"kv_len": 0},
+        {"kv_len": 0, "q_len": 5},
+        {"q_len": 0},
+        {"q_len": 0, "kv_len": 0},
+        {"batch": (0,)},
+        {"batch": (2, 0), "q_len": 5},
+    ],
+    ids=str,
+)
+def test_nothing_with_every_feature(sizes, dtype):
+    """Whatever has elements has zeros, and gradients that nothing adds to are 0."""
+    case = cases.Case("nothing-of-everything", dtype=dtype, **sizes | EVERYTHING)
+    results = run_case(native, case)
+    assert np.isneginf(results.logsumexp).all()
+    for name, array in results.present():
+        if name != "logsumexp":
+            assert (array == 0).all(), name
+
+
+def test_gradients_summed_over_an_empty_batch_are_zero():
+    case = cases.Case(
+        "empty-batch", batch=(0,), bias="float32", sinks=True, slopes=True,
+        feature_batch={"bias": (1,), "sinks": (1,), "alibi_slopes": (1,)},
+    )  # fmt: skip
+    results = run_case(native, case)
+    for array in (results.dbias, results.dsinks, results.dslopes):
+        assert array.size and (array == 0).all()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": (1,), "q_len": 1, "kv_len": 1, "num_heads": 1, "num_kv_heads": 1,
+         "head_dim": 1},
+        {"q_len": 1},
+        {"kv_len": 1},
+        {"batch": ()},
+        {"batch": (1, 1, 1)},
+        {"head_dim": 200, "value_head_dim": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+@dtypes
+def test_size_one_with_every_feature(sizes, dtype):
+    features = EVERYTHING | {"q_offset": 0, "bias_values": "normal"}
+    check(native, cases.Case("one-of-everything", dtype=dtype, **sizes | features))
+
+
+@short_and_long
+@pytest.mark.parametrize("offset", [-(2**31), -(2**31) + 1, 2**31 - 1, 2**30])
+@pytest.mark.parametrize("window", [None, (2**40, 3), (5, 2**62), (2**62, 2**62)])
+def test_extreme_offsets_as_operand(q_len, offset, window):
+    """Positions do not wrap round: every key is in the past, or none is."""
+    for is_causal in (False, True):
+        case = cases.Case(
+            "extreme-offset", q_len=q_len, is_causal=is_causal, sliding_window=window
         )
+        inputs = make_inputs(case)
+        offsets = np.array([offset, offset], np.int32)
+        options = case.options | {"q_offset": offsets}
+        expected = reference_f64.attention(*inputs.operands, **options)
+        out, logsumexp = native.run_forward(*inputs.operands, **options)
+        np.testing.assert_allclose(out, expected.out, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(
+            np.isneginf(logsumexp), np.isneginf(expected.logsumexp)
+        )
+        results = run(native, inputs, **options)
+        gradients = reference_f64.attention_gradients(
+            *inputs.operands, inputs.dout, inputs.dlogsumexp, **options
+        )
+        np.testing.assert_allclose(results.dkey, gradients.dkey, rtol=1e-4, atol=1e-4)
+
+
+@short_and_long
+@pytest.mark.parametrize("length", [-(2**31), -1, 0, 2**31 - 1])
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_lengths_out_of_range(name, length, q_len):
+    """Below 0 is 0; above the length is all."""
+    case = cases.Case("length", q_len=q_len)
+    inputs = make_inputs(case)
+    expected = run(native, inputs, **case.options)
+    actual = run(native, inputs, **case.options | {name: np.array([length], np.int32)})
+    for result, array in actual.present():
+        if length > 0:
+            assert_identical(
+                array, getattr(expected, result), name=result, context=f"{length}"
+            )
+        else:
+            assert (array == (-np.inf if result == "logsumexp" else 0)).all(), result

@@ -3,12 +3,16 @@
 import pytest
 
 from tests.support import cases, native
-from tests.support.inputs import make_inputs
+from tests.support.inputs import make_arguments, make_inputs
+from tests.support.kernel_check import run_case
+
+_alive = []  # a problem points into its operands
 
 
 def _problem(case, *, backward):
     """For the operands of the case; nothing runs."""
     inputs = make_inputs(case)
+    arguments = make_arguments(case)
     operands = dict(zip(native.FORWARD_OPERANDS, inputs.operands))
     results = native.FORWARD_RESULTS
     if backward:
@@ -19,8 +23,9 @@ def _problem(case, *, backward):
             "dlogsumexp": inputs.dlogsumexp,
         }
         results = native.BACKWARD_RESULTS
-    problem = native.make_problem(operands, **case.options)
+    problem = native.make_problem(operands, **arguments)
     native.attach_results(problem, operands, results)
+    _alive.extend((operands, arguments))
     return problem
 
 
@@ -91,3 +96,79 @@ def test_the_larger_head_dim_decides(head_dim, width, expected):
     case = cases.Case("choice", head_dim=head_dim, value_head_dim=width, q_len=9)
     (name,) = _kernels(case, backward=False)
     assert f"_d{expected}_" in name
+
+
+def _gradient_kernels(case, of):
+    inputs, arguments = make_inputs(case), make_arguments(case)
+    values = (*inputs.operands, inputs.dout, inputs.dlogsumexp)
+    values += (inputs.dout, inputs.dlogsumexp)
+    operands = dict(zip(native.BACKWARD_OPERANDS, values))
+    problem = native.make_problem(operands, **arguments)
+    native.attach_gradient(problem, of, arguments[of])
+    return [name.split("_float32_")[0] for name in native.kernels(problem, "gradient")]
+
+
+def test_a_mask_is_summarised_first():
+    for q_len in (5, 40):
+        plain = cases.Case("choice", q_len=q_len)
+        masked = cases.Case("choice", q_len=q_len, mask="random")
+        for backward in (False, True):
+            assert _templates(masked, backward=backward) == [
+                "attention_mask_blocks",
+                *_templates(plain, backward=backward),
+            ]
+
+
+def test_other_features_need_no_kernel_of_their_own():
+    for q_len in (5, 40):
+        plain = cases.Case("choice", q_len=q_len)
+        features = cases.EVERYTHING | {"mask": None}
+        everything = cases.Case("choice", q_len=q_len, **features)
+        for backward in (False, True):
+            expected = _templates(plain, backward=backward)
+            assert _templates(everything, backward=backward) == expected
+
+
+@pytest.mark.parametrize("q_len", [5, 40])
+def test_gradients_of_features(q_len):
+    case = cases.Case("choice", q_len=q_len, bias="float32", sinks=True, slopes=True)
+    assert _gradient_kernels(case, "sinks") == [
+        "attention_delta",
+        "attention_sinks_gradient",
+    ]
+    assert _gradient_kernels(case, "bias") == [
+        "attention_delta",
+        "attention_bias_gradient",
+    ]
+    slopes = _gradient_kernels(case, "alibi_slopes")
+    assert slopes[:2] == ["attention_delta", "attention_bias_gradient"]
+    masked = cases.Case("choice", q_len=q_len, bias="float32", mask="random")
+    assert _gradient_kernels(masked, "bias")[0] == "attention_mask_blocks"
+
+
+def test_long_sums_are_cut():
+    case = cases.Case("choice", batch=(5,), q_len=200, kv_len=200, bias="float32",
+                      bias_ones="nt", feature_batch={"bias": (1,)})  # fmt: skip
+    assert _gradient_kernels(case, "bias") == [
+        "attention_delta",
+        "attention_bias_gradient",
+        "attention_bias_gradient_combine",
+    ]
+
+
+def test_a_sum_over_an_outer_batch_dim_is_refused():
+    """Beyond the dims that a kernel addresses, where a launch each would overwrite."""
+    batch = (2, 3, 2, 3, 2, 3)
+    case = cases.Case(
+        "choice",
+        batch=batch,
+        key_batch=(1, 3, 1, 3, 1, 3),
+        value_batch=(2, 1, 2, 1, 2, 1),
+        q_len=9,
+        kv_len=9,
+        head_dim=8,
+        bias="float32",
+        feature_batch={"bias": (1, 3, 2, 3, 2, 3)},
+    )
+    with pytest.raises(native.NativeError, match=r"summed|shared|batch"):
+        run_case(native, case)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import cases, native
 from tests.support.compare import assert_identical
-from tests.support.inputs import make_inputs
+from tests.support.inputs import make_arguments, make_inputs
 from tests.support.kernel_check import run
 
 CASES = [
@@ -23,6 +23,9 @@ CASES = [
     cases.Case("outer-batches-f16", dtype="float16", batch=(2, 2, 2, 2, 2), q_len=9,
                kv_len=11, head_dim=8, query_batch=(2, 1, 2, 1, 2),
                key_batch=(1, 2, 1, 2, 1), value_batch=(2, 1, 1, 2, 2)),
+    cases.Case("everything-f32", q_len=70, kv_len=90, head_dim=16, **cases.EVERYTHING),
+    cases.Case("everything-short-f16", dtype="float16", q_len=6, kv_len=200,
+               head_dim=16, **cases.EVERYTHING),
 ]  # fmt: skip
 
 
@@ -54,14 +57,14 @@ def _forward_work(case):
 @pytest.mark.parametrize("parts", [2, 3, 7, 1000])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_parts_give_the_same_bits(case, parts, set_max_work):
-    inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
-    whole = _num_launches(inputs, case.options)
+    inputs, arguments = make_inputs(case), make_arguments(case)
+    expected = run(native, inputs, **arguments)
+    whole = _num_launches(inputs, arguments)
     set_max_work(_forward_work(case) / parts)
     if not case.is_causal and "outer" not in case.id:
-        assert _num_launches(inputs, case.options) > whole
-    actual = run(native, inputs, **case.options)
-    for name, array in actual._asdict().items():
+        assert _num_launches(inputs, arguments) > whole
+    actual = run(native, inputs, **arguments)
+    for name, array in actual.present():
         context = f"{case.context}, {parts} parts"
         assert_identical(array, getattr(expected, name), name=name, context=context)
 
@@ -101,8 +104,8 @@ def test_every_kernel_is_named_once_however_often_it_is_launched(set_max_work):
     names = native.kernels(problem, True)
     assert len(names) == 3
     set_max_work(1)
-    # Delta whole; one per block of 32 queries and head, and of 32 keys and kv head.
-    assert native.num_launches(problem, True) == 1 + 2 * 4 * 6 + 2 * 4 * 3
+    # One per block of 4 (delta) and 32 queries and head, and of 32 keys and kv head.
+    assert native.num_launches(problem, True) == 2 * 32 * 6 + 2 * 4 * 6 + 2 * 4 * 3
     assert native.kernels(problem, True) == names
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support import cases, native
+from tests.support.cases import DIFFERENTIABLE
 from tests.support.compare import assert_identical
-from tests.support.inputs import make_inputs
+from tests.support.inputs import make_arguments, make_inputs
 from tests.support.kernel_check import BACKWARD, FORWARD, check, run
 
 _GUARD = -77.0
@@ -96,8 +97,8 @@ def test_strided_operands(case, layout):
 
 
 @shapes
-def test_each_operand_has_its_own_strides(case):
-    """Dao-AILab #818: nobody may take the strides of one for those of another."""
+def test_report_33_dao_ailab_818(case):
+    """Nobody may take the strides of one operand for those of another."""
     inputs = make_inputs(case)
     expected = run(native, inputs, **case.options)
     operands = {
@@ -159,8 +160,8 @@ def _assert_guard(view, name):
 @pytest.mark.parametrize("kv_len", [38, 39, 70])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("q_len", [1, 5, 8, 9])
-def test_nothing_is_read_behind_the_end(q_len, kv_len, head_dim):
-    """PyTorch #169222: tails of blocks, with NaN right behind every row."""
+def test_report_30_pytorch_169222(q_len, kv_len, head_dim):
+    """Nothing is read behind the end: tails of blocks, NaN right behind every row."""
     case = cases.Case(
         f"behind-the-end-q{q_len}-k{kv_len}-d{head_dim}",
         dtype="float16",
@@ -179,14 +180,14 @@ def test_nothing_is_read_behind_the_end(q_len, kv_len, head_dim):
             for name in inputs._fields
         }
     )
-    for name, actual in run(native, strided, **case.options)._asdict().items():
+    for name, actual in run(native, strided, **case.options).present():
         assert_identical(
             actual, getattr(expected, name), name=name, context=case.context
         )
 
 
-def test_permuted_tiny_heads():
-    """PyTorch #163597: batch 84, 3 rows, 3 heads, all permuted."""
+def test_report_29_pytorch_163597():
+    """Permuted tiny heads: batch 84, 3 rows, 3 heads, all permuted."""
     case = cases.Case(
         "permuted", batch=(84,), q_len=3, kv_len=3, num_heads=3, num_kv_heads=3
     )
@@ -196,3 +197,119 @@ def test_permuted_tiny_heads():
     actual = native.run_forward(*(_heads_first(x, None) for x in inputs.operands))
     for name, a, e in zip(FORWARD, actual, expected):
         assert_identical(a, e, name=name, context=case.id)
+
+
+FEATURES = cases.EVERYTHING | {"feature_batch": {}}
+with_features = pytest.mark.parametrize(
+    "case",
+    [
+        cases.Case(f"feature-layout-q{q_len}", batch=(2, 3), q_len=q_len, kv_len=41,
+                   num_heads=4, num_kv_heads=2, head_dim=16, **FEATURES)
+        for q_len in (37, 5)
+    ],
+    ids=lambda case: case.id,
+)  # fmt: skip
+
+
+def _every_other(array, axis):
+    """The same values on every other index of an axis; what is between is garbage."""
+    shape = list(array.shape)
+    shape[axis] *= 2
+    garbage = {"f": np.nan, "b": True, "i": 3, "u": 3}[
+        "f" if array.dtype.kind in "fV" else array.dtype.kind
+    ]
+    index = [slice(None)] * array.ndim
+    index[axis] = slice(None, None, 2)
+    view = np.full(shape, garbage, array.dtype)[tuple(index)]
+    view[...] = array
+    return view
+
+
+def _axes_of(name, array):
+    """The axes that may have any stride: not the dense last one of some."""
+    dense = name in ("bias", "mask", "dropout_key")
+    return range(array.ndim - dense)
+
+
+@with_features
+def test_strided_features(case):
+    """Each operand with each of its axes stretched, alone."""
+    inputs, arguments = make_inputs(case), make_arguments(case)
+    expected = run(native, inputs, **arguments)
+    for name in case.features:
+        for axis in _axes_of(name, arguments[name]):
+            view = _every_other(arguments[name], axis)
+            actual = run(native, inputs, **arguments | {name: view})
+            for result, array in actual.present():
+                assert_identical(
+                    array,
+                    getattr(expected, result),
+                    name=result,
+                    context=f"{case.context} with {name} stretched along {axis}",
+                )
+
+
+@with_features
+@pytest.mark.parametrize("operand", ["bias", "mask"])
+def test_transposed_heads_and_batch(operand, case):
+    """Heads outermost in memory, as a transposed view."""
+    inputs, arguments = make_inputs(case), make_arguments(case)
+    expected = run(native, inputs, **arguments)
+    array = arguments[operand]
+    for order in [(2, 0, 1, 3, 4), (1, 0, 2, 3, 4), (3, 2, 1, 0, 4)]:
+        back = np.argsort(order)
+        view = np.ascontiguousarray(array.transpose(order)).transpose(back)
+        actual = run(native, inputs, **arguments | {operand: view})
+        for result, got in actual.present():
+            assert_identical(
+                got, getattr(expected, result), name=result, context=case.context
+            )
+
+
+@with_features
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_strided_gradients_of_features(name, case):
+    """Into every other element along each axis; the others keep what they had."""
+    inputs, arguments = make_inputs(case), make_arguments(case)
+    expected = run(native, inputs, **arguments)
+    of, wanted = DIFFERENTIABLE[name], getattr(expected, name)
+    values = (*inputs.operands, expected.out, expected.logsumexp)
+    values += (inputs.dout, inputs.dlogsumexp)
+    operands = dict(zip(native.BACKWARD_OPERANDS, values))
+    for axis in _axes_of(of, wanted):
+        problem = native.make_problem(operands, **arguments)
+        native.attach_gradient(problem, of, arguments[of])
+        shape = list(wanted.shape)
+        shape[axis] *= 2
+        index = [slice(None)] * wanted.ndim
+        index[axis] = slice(None, None, 2)
+        view = np.full(shape, _GUARD, wanted.dtype)[tuple(index)]
+        view[...] = np.nan
+        problem.gradient = native.make_tensor(of, view, case.batch)
+        native.call("jfm_attention_gradient", problem)
+        assert_identical(
+            view, wanted, name=name, context=f"{case.context}, axis {axis}"
+        )
+        _assert_guard(view, name)
+
+
+@pytest.mark.parametrize("q_len", [37, 5])
+def test_nothing_of_a_feature_is_read_behind_the_end(q_len):
+    """Bias and mask that end with their memory's page; ids that end before poison."""
+    case = cases.Case(f"feature-end-q{q_len}", batch=(1,), q_len=q_len, kv_len=39,
+                      num_heads=2, num_kv_heads=1, head_dim=16, mask="random",
+                      bias="float32", segments="packed")  # fmt: skip
+    inputs, arguments = make_inputs(case), make_arguments(case)
+    expected = run(native, inputs, **arguments)
+    padded = {
+        "bias": np.full((1, 2, q_len + 30, 39 + 30), np.nan, np.float32),
+        "mask": np.ones((1, 2, q_len + 30, 39 + 30), bool),
+    }
+    for name, memory in padded.items():
+        memory[..., :q_len, :39] = arguments[name]
+        view = memory[..., :q_len, :39]
+        actual = run(native, inputs, **arguments | {name: view})
+        for result, array in actual.present():
+            assert_identical(
+                array, getattr(expected, result), name=result, context=case.context
+            )

@@ -1,20 +1,22 @@
-"""Inputs from public bug reports that need no feature beyond the fused kernels'.
+"""Inputs from public bug reports, at the kernels: `test_report_NN_…`.
 
-Others are where their property is tested: strides in test_layouts, vmap in
-test_batching, empty sequences in test_edge_shapes, repetition in test_determinism.
+Others are where their property is tested (strides in test_layouts, vmap in
+test_batching, empty sequences in test_edge_shapes, repetition in test_determinism,
+index ranges in test_index_range), the rest in tests/semantics/test_user_reports.py,
+which counts them.
 """
 
 import numpy as np
 import pytest
 
-from tests.support import cases, native
+from tests.support import cases, native, tolerances
 from tests.support.compare import assert_identical
 from tests.support.inputs import make_inputs
-from tests.support.kernel_check import FORWARD, check, run
+from tests.support.kernel_check import BACKWARD, check, run, run_case
 
 
 @pytest.mark.parametrize("offset", [0, 1024 - 32])
-def test_mlx_2835(offset):
+def test_report_22_mlx_2835(offset):
     """Few queries, many keys: top-left by default, bottom-right with q_offset."""
     case = cases.Case(
         f"mlx-2835-{offset}",
@@ -31,7 +33,7 @@ def test_mlx_2835(offset):
     check(native, case)
 
 
-def test_mlx_2626():
+def test_report_23_mlx_2626():
     """bfloat16 (1, 2, 8, 8): what is visible equals the truncated sequence."""
     case = cases.Case(
         "mlx-2626",
@@ -52,7 +54,7 @@ def test_mlx_2626():
     assert_identical(first[1], whole[1][..., :5], name="logsumexp", context=case.id)
 
 
-def test_dao_ailab_1778():
+def test_report_32_dao_ailab_1778():
     """More queries than keys, bottom-right: the rows without keys are 0."""
     case = cases.Case(
         "dao-1778",
@@ -73,7 +75,7 @@ def test_dao_ailab_1778():
     assert np.isneginf(results.logsumexp[..., :1024]).all()
 
 
-def test_jax_23819():
+def test_report_10_jax_23819():
     """A length of 4092, no multiple of a block: repeatable and right (one head)."""
     case = cases.Case(
         "jax-23819",
@@ -85,16 +87,67 @@ def test_jax_23819():
         head_dim=32,
         is_causal=True,
     )
-    check(native, case)
-    operands = make_inputs(case).operands
-    first = native.run_forward(*operands, **case.options)
-    second = native.run_forward(*operands, **case.options)
-    for name, a, b in zip(FORWARD, first, second):
-        assert_identical(a, b, name=name, context=case.id)
+    first = check(native, case)
+    for name, array in run_case(native, case).present():
+        assert_identical(array, getattr(first, name), name=name, context=case.id)
+
+
+@pytest.mark.parametrize("causal", cases.CAUSAL)
+@pytest.mark.parametrize("kv_len", [31, 32, 33, 64, 65, 96])
+@pytest.mark.parametrize("q_len", [31, 32, 33, 64, 65])
+def test_report_11_jax_25647(q_len, kv_len, causal):
+    """Every relation of lengths and blocks, with and without causality, both passes."""
+    offset = kv_len - q_len if causal == "bottom-right" else 0
+    for head_dim in (8, 80):
+        case = cases.Case(
+            f"jax-25647-q{q_len}-k{kv_len}-{causal}-d{head_dim}",
+            batch=(1,),
+            q_len=q_len,
+            kv_len=kv_len,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            is_causal=causal != "none",
+            q_offset=offset,
+            mask="blocks" if q_len == 65 else None,
+        )
+        check(native, case)
 
 
 @pytest.mark.parametrize("lengths", [(15, 17), (16, 17), (17, 16)], ids=str)
-def test_lucidrains_7(lengths):
+def test_report_17_lucidrains_7(lengths):
     """Lq 16, Lkv 17: gradient shapes and values."""
     q_len, kv_len = lengths
     check(native, cases.Case(f"lucidrains-7-{q_len}", q_len=q_len, kv_len=kv_len))
+
+
+@pytest.mark.parametrize("dtype", tolerances.DTYPES)
+@pytest.mark.parametrize("q_len", [256, 8])
+def test_report_31_dao_ailab_443(q_len, dtype):
+    """Packed, causal, sequences of one key each."""
+    starts = np.array([0, 76, 110]) * q_len // 256
+    case = cases.Case(
+        f"dao-443-q{q_len}-{dtype}",
+        dtype=dtype,
+        batch=(1,),
+        q_len=q_len,
+        kv_len=3,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=32,
+        is_causal=True,
+    )
+    ids = np.searchsorted(starts, np.arange(q_len), side="right") - 1
+    arguments = case.options | {
+        "q_segment_ids": ids.astype(np.int32)[None],
+        "kv_segment_ids": np.arange(3, dtype=np.int32)[None],
+    }
+    results = run(native, make_inputs(case), **arguments)
+    assert all(np.isfinite(getattr(results, name)).all() for name in BACKWARD)
+    # The probability of an only key is 1: no score matters.
+    cotangents = make_inputs(case)._replace(
+        dlogsumexp=np.zeros((1, 2, q_len), np.float32)
+    )
+    results = run(native, cotangents, **arguments)
+    largest = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-1}[dtype]
+    assert np.abs(results.dquery.astype(np.float32)).max() < largest

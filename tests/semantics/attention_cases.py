@@ -3,10 +3,12 @@
 Sizes are pairwise distinct, so that a swap of two axes or head counts is seen.
 """
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 B, T, S, N, K, H, V = 2, 37, 53, 6, 3, 64, 40
+KEY = np.array([17, 2**31 + 5], np.uint32)  # the data of a dropout key
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -44,15 +46,13 @@ def some_hidden_bias(rng, *shape):
     return bias
 
 
-# Options of flash_attention, from a random generator. "Fused" ones the kernels take.
-FUSED = {
+# Options of flash_attention, from a random generator.
+ALL = {
     "plain": lambda rng: {},
     "scale": lambda rng: {"scale": 0.31},
     "causal": lambda rng: {"is_causal": True},
     "causal-bottom-right": lambda rng: {"is_causal": True, "q_offset": S - T},
     "causal-negative-offset": lambda rng: {"is_causal": True, "q_offset": -9},
-}
-UNFUSED = {
     "mask": lambda rng: {"mask": random_mask(rng, B, N, T, S)},
     "mask-2d": lambda rng: {"mask": random_mask(rng, T, S)},
     "mask-keys": lambda rng: {"mask": random_mask(rng, B, 1, 1, S)},
@@ -81,6 +81,23 @@ UNFUSED = {
         "key_value_seq_lengths": np.array([53, 17], np.int32),
     },
     "sinks": lambda rng: {"sinks": normal(rng, N)},
+    "sinks-and-rows-without-keys": lambda rng: {
+        "sinks": normal(rng, N),
+        "mask": rng.random((B, 1, T, 1)) < 0.7,
+    },
+    "traced-offset": lambda rng: {
+        "is_causal": True,
+        "q_offset": jnp.int32(S - T),
+        "sliding_window": (20, None),
+    },
+    "dropout": lambda rng: {"dropout_rate": 0.3, "dropout_key": KEY},
+    "dropout-causal-bias": lambda rng: {
+        "dropout_rate": 0.6,
+        "dropout_key": KEY,
+        "is_causal": True,
+        "q_offset": 3,
+        "bias": normal(rng, 1, N, T, 1),
+    },
     "alibi-causal": lambda rng: {
         "alibi_slopes": (2.0 ** -np.arange(1, N + 1)).astype(np.float32),
         "is_causal": True,
@@ -97,6 +114,9 @@ UNFUSED = {
         "segment_ids": (np.zeros((B, T), np.int32), packed_ids(rng, S) // 3),
         "key_value_seq_lengths": np.array([40, 53], np.int32),
         "alibi_slopes": normal(rng, N) * 0.1,
+        "sinks": normal(rng, N),
+        "dropout_rate": 0.2,
+        "dropout_key": KEY,
     },
 }
-ALL = FUSED | UNFUSED
+DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")

@@ -10,21 +10,23 @@ from tests.semantics import attention_cases as cases
 from tests.support import reference_f64
 from tests.support.closeness import assert_close
 
-# "vjp" is the default on the CPU: our custom derivative around the reference.
+# "vjp" is the default on the CPU: our primitives, lowered to the reference.
 IMPLEMENTATIONS = {"xla": "xla", "vjp": None, "metal": "metal"}
 
-
 # In the narrow dtypes only what rounds differently; float32 runs every case.
-NARROW = ["plain", "causal", "bias-over-batch", "softcap-bias-mask", "sinks"]
+NARROW = ["plain", "causal", "bias-over-batch", "softcap-bias-mask", "sinks", "dropout"]
+# Derivative rules and batch dimensions are those of "metal", formulas those of "xla".
+VJP = ["plain", "causal", "sinks-and-rows-without-keys", "traced-offset", "everything"]
 
 
 def runs():
     for case in cases.ALL:
         for name in IMPLEMENTATIONS:
-            if name == "metal" and case not in cases.FUSED:
-                continue
             for dtype in cases.DTYPES:
-                if dtype == "float32" or (case in NARROW and name != "xla"):
+                wanted = name != "vjp" or case in VJP
+                if dtype != "float32":
+                    wanted = name == "metal" and case in NARROW
+                if wanted:
                     yield pytest.param(case, name, dtype, id=f"{case}-{name}-{dtype}")
 
 
@@ -35,7 +37,7 @@ def test_case(case, implementation, dtype):
     options = cases.ALL[case](rng)
     dout = cases.normal(rng, *query.shape[:-1], value.shape[-1], dtype=query.dtype)
     dlogsumexp = cases.normal(rng, cases.B, cases.N, cases.T)
-    differentiable = {n: options[n] for n in ("bias", "sinks") if n in options}
+    differentiable = {n: options[n] for n in cases.DIFFERENTIABLE if n in options}
     rest = {n: x for n, x in options.items() if n not in differentiable}
 
     def attend(query, key, value, differentiable):
@@ -67,10 +69,9 @@ def test_case(case, implementation, dtype):
     assert_close("dquery", dquery, wanted.dquery, dtype)
     assert_close("dkey", dkey, wanted.dkey, dtype)
     assert_close("dvalue", dvalue, wanted.dvalue, dtype)
-    if "bias" in options:
-        assert_close("dbias", dothers["bias"], wanted.dbias, dtype)
-    if "sinks" in options:
-        assert_close("dsinks", dothers["sinks"], wanted.dsinks, dtype)
+    for name, gradient in dothers.items():
+        name = {"alibi_slopes": "dslopes"}.get(name, f"d{name}")
+        assert_close(name, gradient, getattr(wanted, name), dtype)
 
 
 def test_float64(x64):

@@ -51,7 +51,8 @@ def test_linen_values_and_gradients(attention_fn):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_])
 @pytest.mark.parametrize("batch", [(), (B,), (3, B)])
 def test_linen_mask(batch, dtype):
-    ours, theirs = linen_pair(dot_product_attention)
+    """Float masks are linen's default."""
+    ours, theirs = linen_pair(attention_metal)
     x = inputs(*batch)
     mask = linen.make_causal_mask(jnp.ones((*batch, T)), dtype=dtype)
     variables = theirs.init(jax.random.key(0), x)
@@ -68,7 +69,8 @@ def test_linen_causal_without_a_mask():
 
 
 def test_linen_decode():
-    ours, theirs = linen_pair(dot_product_attention, decode=True)
+    """The cache comes with a mask that hides what is not filled yet."""
+    ours, theirs = linen_pair(attention_metal, decode=True)
     x = inputs(B)
     variables = theirs.init(jax.random.key(0), x)
     states = [variables["cache"], variables["cache"]]
@@ -103,7 +105,7 @@ def test_linen_dropout():
     for broadcast in (True, False):
         module = linen.MultiHeadDotProductAttention(
             num_heads=N,
-            attention_fn=dot_product_attention,
+            attention_fn=attention_metal,
             dropout_rate=0.4,
             broadcast_dropout=broadcast,
         )
@@ -123,7 +125,7 @@ def test_broadcast_dropout_uses_one_set_of_bits():
     length = 17
     zeros = jnp.zeros((B, T, N, 8)), jnp.zeros((B, length, N, 8))
     one_hot = jnp.broadcast_to(jnp.eye(length)[:, None], (B, length, N, length))
-    out = dot_product_attention(
+    out = attention_metal(
         *(*zeros, one_hot), dropout_rate=0.4, dropout_rng=jax.random.key(0)
     )
     kept = np.asarray(out) > 0
@@ -156,7 +158,7 @@ def test_nnx_mask_and_sow_weights():
         num_heads=N,
         in_features=D,
         decode=False,
-        attention_fn=dot_product_attention,
+        attention_fn=attention_metal,
         rngs=nnx.Rngs(0),
     )
     theirs = nnx.MultiHeadAttention(
@@ -165,7 +167,28 @@ def test_nnx_mask_and_sow_weights():
     x = inputs(B)
     mask = nnx.make_causal_mask(jnp.ones((B, T)))
     close(ours(x, mask=mask), theirs(x, mask=mask))
+    ours.attention_fn = dot_product_attention
     close(ours(x, sow_weights=True), theirs(x, sow_weights=True))
+
+
+def test_nnx_dropout():
+    x = inputs(B)
+
+    def apply(seed, rate=0.4, **options):
+        module = nnx.MultiHeadAttention(
+            num_heads=N,
+            in_features=D,
+            decode=False,
+            attention_fn=attention_metal,
+            dropout_rate=rate,
+            rngs=nnx.Rngs(0, dropout=seed),
+        )
+        return module(x, **options)
+
+    one = apply(1, deterministic=False)
+    close(one, apply(1, deterministic=False), tolerance=0)
+    assert not np.allclose(one, apply(2, deterministic=False))
+    close(apply(1, deterministic=True), apply(2, rate=0.0, deterministic=False))
 
 
 def test_grouped_heads_and_several_batch_dimensions():
@@ -176,10 +199,16 @@ def test_grouped_heads_and_several_batch_dimensions():
     )
     bias = jnp.asarray(rng.standard_normal((3, 1, 1, T, 13)), jnp.float32)
     mask = jnp.asarray(rng.random((1, B, N, T, 13)) < 0.7)
-    out = dot_product_attention(query, key, value, bias, mask)
+
+    def loss(bias, *rest):
+        return jnp.sum(attention_metal(*rest[:3], bias, rest[3]) ** 2)
+
+    out = attention_metal(query, key, value, bias, mask)
+    gradient = jax.grad(loss)(bias, query, key, value, mask)
     for i in range(3):
-        one = dot_product_attention(query[i], key[i], value[i], bias[i], mask[0])
-        close(out[i], one)
+        one = (query[i], key[i], value[i])
+        close(out[i], dot_product_attention(*one, bias[i], mask[0]))
+        close(gradient[i], jax.grad(loss)(bias[i], *one, mask[0]))
 
 
 REASONS = {
@@ -217,8 +246,20 @@ def test_explain_and_forced(name):
 def test_explain_of_a_call_that_is_ours():
     x = jax.ShapeDtypeStruct((3, B, T, N, 16), jnp.float32)
     mask = jax.ShapeDtypeStruct((3, 1, 1, T, T), jnp.float32)
-    assert explain(x, x, x, mask=mask).reason == "the kernels do not take mask yet."
-    assert explain(x, x, x, implementation="metal").implementation == "metal"
+    assert explain(x, x, x, mask=mask, implementation="metal").implementation == "metal"
+    x = jax.ShapeDtypeStruct((3, B, T, N, 300), jnp.float32)
+    assert "head_dim 300 is above 256" in explain(x, x, x, mask=mask).reason
+
+
+def test_dropout_without_a_key_is_named_as_flax_names_it():
+    x = jnp.zeros((B, T, N, 16))
+    with pytest.raises(ValueError) as raised:
+        dot_product_attention(x, x, x, dropout_rate=0.5)
+    assert str(raised.value) == (
+        "dropout_rate=0.5 needs a dropout_rng unless deterministic=True, but got "
+        "dropout_rng=None."
+    )
+    dot_product_attention(x, x, x, dropout_rate=0.5, deterministic=True)
 
 
 def test_custom_einsum_takes_flax(caplog):

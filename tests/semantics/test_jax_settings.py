@@ -15,7 +15,7 @@ SETTINGS = {
     "jax_enable_x64": True,
     "jax_debug_nans": True,
 }
-CALLS = [("causal", "metal"), ("everything", None), ("sinks", "xla")]
+CALLS = [("everything", "metal"), ("causal", None), ("sinks", "xla")]
 
 
 @pytest.fixture(params=SETTINGS)
@@ -32,9 +32,13 @@ def test_gradient(setting, case, implementation):
     operands = cases.qkv(rng, np.dtype(np.float32))
     options = cases.ALL[case](rng)
 
+    differentiable = {n: options.pop(n) for n in cases.DIFFERENTIABLE if n in options}
+
     def loss(*operands):
+        *qkv, differentiable = operands
         out, logsumexp = flash_attention(
-            *operands,
+            *qkv,
+            **differentiable,
             **options,
             return_logsumexp=True,
             implementation=implementation,
@@ -42,7 +46,9 @@ def test_gradient(setting, case, implementation):
         assert out.dtype == logsumexp.dtype == jnp.float32
         return jnp.sum(out)
 
-    gradients = jax.grad(loss, argnums=(0, 1, 2))(*operands)
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*operands, differentiable)
+    gradients = jax.tree.leaves(gradients)
+    assert len(gradients) == 3 + len(differentiable)
     assert all(g.dtype == jnp.float32 for g in gradients)
     assert all(np.isfinite(np.asarray(g)).all() for g in gradients)
 

@@ -3,10 +3,12 @@
 A case is a plain description. inputs.py makes its arrays, kernel_check.py runs it.
 """
 
+import dataclasses
 import itertools
+import math
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,31 @@ import numpy as np
 
 from tests.support import tolerances
 
+Shape = tuple[int, ...]
+
+# What a call may have besides query, key and value, in the order of the C ABI.
+FEATURE_OPERANDS = (
+    "bias",
+    "mask",
+    "q_offset",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "sinks",
+    "alibi_slopes",
+    "dropout_key",
+    "dropout_batch_indices",
+    "dropout_head_indices",
+)
+# Those with a gradient of their own, by the name of the result.
+DIFFERENTIABLE = {"dbias": "bias", "dsinks": "sinks", "dslopes": "alibi_slopes"}
+
 
 @dataclass(frozen=True)
 class Case:
+    """One call. Every feature is off by default; inputs.py knows the named kinds."""
+
     id: str
     dtype: str = "float32"
     batch: tuple[int, ...] = (2,)
@@ -32,6 +56,26 @@ class Case:
     query_batch: tuple[int, ...] | None = None  # None: batch; 1 in it: shared
     key_batch: tuple[int, ...] | None = None
     value_batch: tuple[int, ...] | None = None
+    sliding_window: tuple[int | None, int | None] | None = None
+    logits_soft_cap: float | None = None
+    bias: str | None = None  # its dtype
+    bias_ones: str = ""  # of "nts": its heads, queries, keys of size 1
+    bias_values: str = "normal"  # a name in inputs.BIASES
+    mask: str | None = None  # a name in inputs.MASKS
+    mask_ones: str = ""
+    traced_offset: bool = (
+        False  # q_offset as an operand, q_offset + 0, 1, 2 … per batch
+    )
+    segments: str | None = None  # a name in inputs.SEGMENTS
+    query_lengths: str | None = None  # a name in inputs.LENGTHS
+    kv_lengths: str | None = None
+    sinks: bool = False
+    slopes: bool = False
+    dropout_rate: float = 0.0
+    # Batch dims of the features' operands that are not whole, by name in the C ABI.
+    feature_batch: Mapping[str, Shape] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
     inputs: str = "normal"  # a name in inputs.KINDS
     tolerance: tolerances.ToleranceClass = tolerances.STANDARD
 
@@ -49,31 +93,87 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """scale (rounded to float32, as it travels), is_causal and q_offset."""
+        """What is no array; inputs.make_arguments adds those.
+
+        scale is rounded to float32, as it travels.
+        """
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return {
+        options = {
             "scale": float(np.float32(scale)),
             "is_causal": self.is_causal,
             "q_offset": self.q_offset,
         }
+        if self.sliding_window is not None:
+            options["sliding_window"] = self.sliding_window
+        if self.logits_soft_cap is not None:
+            options["logits_soft_cap"] = self.logits_soft_cap
+        if self.dropout_rate:
+            options["dropout_rate"] = self.dropout_rate
+        return options
 
     @property
     def width(self) -> int:
         return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
-    def shape(self, operand: str) -> tuple[int, ...]:
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The operands of FEATURE_OPERANDS that the call has."""
+        given = {
+            "bias": self.bias,
+            "mask": self.mask,
+            "q_offset": self.traced_offset,
+            "q_segment_ids": self.segments,
+            "kv_segment_ids": self.segments,
+            "query_seq_lengths": self.query_lengths,
+            "key_value_seq_lengths": self.kv_lengths,
+            "sinks": self.sinks,
+            "alibi_slopes": self.slopes,
+            "dropout_key": self.dropout_rate,
+            "dropout_batch_indices": self.dropout_rate,
+            "dropout_head_indices": self.dropout_rate,
+        }
+        return tuple(name for name in FEATURE_OPERANDS if given[name])
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Names of the results of the gradient pass."""
+        return tuple(
+            g for g, operand in DIFFERENTIABLE.items() if operand in self.features
+        )
+
+    def shape(self, operand: str) -> Shape:
         batch = {
             "query": self.query_batch,
             "key": self.key_batch,
             "value": self.value_batch,
-        }.get(operand) or self.batch
-        rows, heads, width = {
-            "query": (self.q_len, self.num_heads, self.head_dim),
-            "key": (self.kv_len, self.num_kv_heads, self.head_dim),
-            "value": (self.kv_len, self.num_kv_heads, self.width),
-            "dout": (self.q_len, self.num_heads, self.width),
-        }[operand]
-        return (*batch, rows, heads, width)
+            **self.feature_batch,
+        }.get(operand)
+        heads, q_len, kv_len = self.num_heads, self.q_len, self.kv_len
+        inner = {
+            "query": (q_len, heads, self.head_dim),
+            "key": (kv_len, self.num_kv_heads, self.head_dim),
+            "value": (kv_len, self.num_kv_heads, self.width),
+            "dout": (q_len, heads, self.width),
+            "dlogsumexp": (heads, q_len),
+            "bias": self._scores(self.bias_ones),
+            "mask": self._scores(self.mask_ones),
+            "q_segment_ids": (q_len,),
+            "kv_segment_ids": (kv_len,),
+            "sinks": (heads,),
+            "alibi_slopes": (heads,),
+            "dropout_key": (2,),
+            "dropout_head_indices": (heads,),
+        }.get(operand, ())
+        return (*(self.batch if batch is None else batch), *inner)
+
+    def _scores(self, ones: str) -> Shape:
+        sizes = {"n": self.num_heads, "t": self.q_len, "s": self.kv_len}
+        return tuple(1 if dim in ones else size for dim, size in sizes.items())
+
+    def num_summed(self, operand: str) -> float:
+        """Scores that are summed into one element of the operand's gradient."""
+        scores = math.prod((*self.batch, *self._scores("")))
+        return scores / max(1, math.prod(self.shape(operand)))
 
 
 # All sizes distinct and none 1 unless the name says otherwise.
@@ -122,6 +222,105 @@ VALUES = [
 ]  # fmt: skip
 
 
+def _features() -> Iterator[Case]:
+    """Per feature: every dtype, tiled and short, in both values of what it has."""
+    rows: dict[str, dict[str, Any]] = {
+        "bias": {"bias": "float32"},
+        "bias-f16": {"bias": "float16", "bias_ones": "n"},
+        "bias-bf16-keys": {"bias": "bfloat16", "bias_ones": "nt"},
+        "bias-rows": {"bias": "float32", "bias_ones": "s", "bias_values": "hidden"},
+        "bias-hidden": {"bias": "float32", "bias_values": "hidden", "bias_ones": "n"},
+        "bias-lowest-causal": {"bias": "float16", "bias_values": "lowest",
+                               "is_causal": True, "q_offset": 16},
+        "mask": {"mask": "random"},
+        "mask-blocks-heads": {"mask": "blocks", "mask_ones": "n"},
+        "mask-keys": {"mask": "random", "mask_ones": "nt"},
+        "mask-rows-causal": {"mask": "random", "mask_ones": "ns", "is_causal": True},
+        "mask-one-key": {"mask": "one-key"},
+        "mask-none": {"mask": "none", "mask_ones": "nts"},
+        "window": {"sliding_window": (5, 3)},
+        "window-left": {"sliding_window": (7, None)},
+        "window-right-offset": {"sliding_window": (None, 2), "q_offset": 4},
+        "window-self": {"sliding_window": (0, 0), "q_offset": 9},
+        "window-causal": {"sliding_window": (4, 4), "is_causal": True, "q_offset": 30},
+        "softcap": {"logits_soft_cap": 1.5},
+        "softcap-bias": {"logits_soft_cap": 2.0, "bias": "float32", "scale": 0.4},
+        "segments": {"segments": "packed"},
+        "segments-mixed": {"segments": "mixed", "is_causal": True, "q_offset": 40},
+        "query-lengths": {"query_lengths": "mixed"},
+        "kv-lengths": {"kv_lengths": "mixed"},
+        "lengths-causal": {"query_lengths": "mixed", "kv_lengths": "mixed",
+                           "is_causal": True, "q_offset": 3},
+        "sinks": {"sinks": True},
+        "sinks-causal": {"sinks": True, "is_causal": True, "q_offset": -2},
+        "slopes": {"slopes": True},
+        "slopes-causal": {"slopes": True, "is_causal": True, "q_offset": 16},
+        "slopes-softcap": {"slopes": True, "logits_soft_cap": 3.0},
+        "dropout": {"dropout_rate": 0.3},
+        "dropout-causal": {"dropout_rate": 0.9, "is_causal": True, "q_offset": 5},
+        "offsets-causal": {"traced_offset": True, "is_causal": True, "q_offset": 7},
+        "offsets-window": {"traced_offset": True, "sliding_window": (9, 1),
+                           "slopes": True, "q_offset": -1},
+        "everything": EVERYTHING,
+    }  # fmt: skip
+    lengths = ((37, 53), (70, 45), (5, 70), (8, 150))
+    for index, (name, features) in enumerate(rows.items()):
+        # Every dtype in one of the two lengths.
+        order = random.Random(name).sample(sorted(tolerances.DTYPES), 3)
+        pairs = (order[:2], order[2:])
+        for (q_len, kv_len), dtypes in zip(lengths[index % 2 :: 2], pairs):
+            for dtype in dtypes:
+                yield Case(f"{name}-{dtype}-q{q_len}", dtype=dtype, q_len=q_len,
+                           kv_len=kv_len, head_dim=24, value_head_dim=20,
+                           **features)  # fmt: skip
+
+
+EVERYTHING: dict[str, Any] = {
+    "bias": "float32",
+    "bias_values": "hidden",
+    "mask": "random",
+    "mask_ones": "n",
+    "traced_offset": True,
+    "q_offset": 11,
+    "is_causal": True,
+    "sliding_window": (40, 9),
+    "logits_soft_cap": 3.0,
+    "segments": "packed",
+    "query_lengths": "mixed",
+    "kv_lengths": "half",
+    "sinks": True,
+    "slopes": True,
+    "dropout_rate": 0.2,
+    "feature_batch": {"bias": (1,), "sinks": (1,), "kv_segment_ids": (1,)},
+}
+FEATURES = list(_features())
+
+# Several batch dims, each operand with a sharing of its own.
+SHARED = [
+    Case("shared-everything-f32", batch=(2, 3), key_batch=(1, 3), value_batch=(2, 1),
+         q_len=q_len, kv_len=40, num_heads=4, num_kv_heads=2, head_dim=16,
+         **EVERYTHING | {"feature_batch": {
+             "bias": (1, 3), "mask": (2, 1), "q_offset": (1, 3),
+             "q_segment_ids": (2, 1), "kv_segment_ids": (1, 1),
+             "query_seq_lengths": (2, 1), "key_value_seq_lengths": (1, 3),
+             "sinks": (2, 1), "alibi_slopes": (1, 3), "dropout_key": (1, 1),
+             "dropout_batch_indices": (2, 3), "dropout_head_indices": (2, 1)}})
+    for q_len in (33, 4)
+] + [
+    Case(f"shared-{name}-q{q_len}", batch=(2, 3), query_batch=(1, 3),
+         key_batch=(1, 1), value_batch=(1, 1), q_len=q_len, kv_len=40, num_heads=4,
+         num_kv_heads=2, head_dim=16, feature_batch={operand: (2, 1)}, **features)
+    for q_len in (33, 4)
+    for name, operand, features in [
+        ("bias", "bias", {"bias": "float32"}),
+        ("mask", "mask", {"mask": "random"}),
+        ("lengths", "key_value_seq_lengths", {"kv_lengths": "mixed"}),
+        ("sinks", "sinks", {"sinks": True}),
+        ("slopes", "alibi_slopes", {"slopes": True}),
+        ("dropout", "dropout_key", {"dropout_rate": 0.3}),
+    ]
+]  # fmt: skip
+
 HEAD_DIMS = (1, 8, 40, 64, 80, 96, 128, 160, 192, 256)
 LENGTHS = (1, 7, 8, 9, 31, 33, 64, 127, 200)
 CAUSAL = ("none", "top-left", "bottom-right")
@@ -152,6 +351,152 @@ FACTORS: dict[str, Sequence[Any]] = {
 def pairwise() -> list[Case]:
     """Every pair of values of any two factors occurs in some case."""
     return [_from_factors("pair", row) for row in _pairwise_rows(FACTORS)]
+
+
+# Every pair of these meets in some case (test_features.py): the feature tests proper.
+FEATURE_FACTORS: dict[str, Sequence[Any]] = {
+    "dtype": tuple(tolerances.DTYPES),
+    "lengths": ((37, 53), (5, 70), (64, 64), (1, 33), (8, 9)),
+    "causal": (*CAUSAL, "before-the-keys"),
+    "traced_offset": (False, True),
+    "heads": ((2, 2), (4, 2), (3, 1)),
+    "head_dims": ((16, None), (20, 24), (72, 40)),
+    "batch": BATCHES[:5],
+    "bias": (
+        None,
+        *(("float32", ""), ("float16", "n"), ("bfloat16", "nt"), ("float32", "ts")),
+    ),
+    "bias_values": ("normal", "hidden"),
+    "mask": (None, ("random", ""), ("blocks", "n"), ("random", "nt"), ("all", "s")),
+    "window": (None, (20, 9), (None, 3), (12, None)),
+    "softcap": (None, 1.5),
+    "segments": (None, "packed"),
+    "query_lengths": (None, "mixed"),
+    "kv_lengths": (None, "mixed"),
+    "sinks": (False, True),
+    "slopes": (False, True),
+    "dropout": (0.0, 0.3),
+    "feature_batch": ("whole", "shared", "mixed"),
+}
+
+
+def pairwise_features() -> list[Case]:
+    """Every pair of values of any two of FEATURE_FACTORS occurs in some case."""
+    rows = _pairwise_rows(FEATURE_FACTORS)
+    return [_from_feature_factors(f"features-{i}", row) for i, row in enumerate(rows)]
+
+
+def _from_feature_factors(name: str, row: dict[str, Any]) -> Case:
+    (q_len, kv_len), (heads, kv_heads) = row["lengths"], row["heads"]
+    batch, query_batch, key_batch, value_batch = row["batch"]
+    bias, bias_ones = row["bias"] or (None, "")
+    mask, mask_ones = row["mask"] or (None, "")
+    batches = {
+        "whole": [batch],
+        "shared": [(1,) * len(batch)],
+        "mixed": [
+            tuple(1 if i == j else n for i, n in enumerate(batch)) for j in (0, 1)
+        ],
+    }[row["feature_batch"]]
+    offset = {"bottom-right": kv_len - q_len, "before-the-keys": -(q_len // 8)}
+    return Case(
+        id=f"{name}-{row['dtype']}-q{q_len}-{row['causal']}",
+        dtype=row["dtype"],
+        batch=batch,
+        query_batch=query_batch,
+        key_batch=key_batch,
+        value_batch=value_batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=row["head_dims"][0],
+        value_head_dim=row["head_dims"][1],
+        is_causal=row["causal"] != "none",
+        q_offset=offset.get(row["causal"], 0),
+        traced_offset=row["traced_offset"],
+        bias=bias,
+        bias_ones=bias_ones,
+        bias_values=row["bias_values"],
+        mask=mask,
+        mask_ones=mask_ones,
+        sliding_window=row["window"],
+        logits_soft_cap=row["softcap"],
+        segments=row["segments"],
+        query_lengths=row["query_lengths"],
+        kv_lengths=row["kv_lengths"],
+        sinks=row["sinks"],
+        slopes=row["slopes"],
+        dropout_rate=row["dropout"],
+        feature_batch=dict(zip(FEATURE_OPERANDS, itertools.cycle(batches))),
+    )
+
+
+def random_case(index: int) -> Case:
+    """Anything: small shapes, any features, values up to the ends of the dtypes."""
+    rng = random.Random(index)
+
+    def some(probability, value):
+        return value if rng.random() < probability else None
+
+    rank = rng.choice((0, 1, 1, 1, 2))
+    batch = tuple(rng.choice((1, 2, 2, 3)) for _ in range(rank))
+
+    def part(probability=0.3):
+        """`batch` with some of its dims shared."""
+        return tuple(1 if rng.random() < probability else size for size in batch)
+
+    def ones(dims):
+        return "".join(d for d in dims if rng.random() < 0.3)
+
+    def window():
+        return tuple(some(0.7, rng.choice((0, 1, 3, 10, 33, 100))) for _ in range(2))
+
+    kv_heads, groups = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3))
+    short = rng.random() < 0.4
+    q_len = rng.randint(1, 8) if short else rng.randint(9, 48)
+    kv_len = rng.choice((rng.randint(1, 12), rng.randint(13, 70), rng.randint(13, 70)))
+    head_dim = rng.choice((1, 4, 8, 15, 16, 24, 32, 40, 65))
+    huge = rng.random() < 0.2
+    is_causal = rng.random() < 0.4
+    places_keys = is_causal or rng.random() < 0.3
+    case = Case(
+        id=f"random-{index}",
+        dtype=rng.choice(list(tolerances.DTYPES)),
+        batch=batch,
+        query_batch=some(0.2, part()),
+        key_batch=some(0.2, part()),
+        value_batch=some(0.2, part()),
+        q_len=q_len,
+        kv_len=kv_len,
+        num_heads=kv_heads * groups,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_head_dim=some(0.3, rng.choice((1, 7, 16, 33, 64))),
+        is_causal=is_causal,
+        q_offset=rng.randint(-q_len - 3, kv_len + 3) if places_keys else 0,
+        scale=None if huge else some(0.3, rng.choice((0.0, 1.0, -0.5, 0.1))),
+        sliding_window=some(0.25, window()),
+        logits_soft_cap=some(0.2, rng.choice((0.5, 3.0, 50.0))),
+        bias=some(0.4, rng.choice(list(tolerances.DTYPES))),
+        bias_ones=ones("nts"),
+        bias_values=rng.choice(("normal", "hidden", "lowest", "extremes")),
+        mask=some(0.3, rng.choice(("random", "random", "blocks", "one-key", "none"))),
+        mask_ones=ones("nts"),
+        traced_offset=rng.random() < 0.2,
+        segments=some(0.2, rng.choice(("packed", "mixed"))),
+        query_lengths=some(0.2, rng.choice(("mixed", "half"))),
+        kv_lengths=some(0.2, rng.choice(("mixed", "half", "zero"))),
+        sinks=rng.random() < 0.25,
+        slopes=rng.random() < 0.25,
+        dropout_rate=some(0.2, rng.choice((0.1, 0.5, 0.9))) or 0.0,
+        feature_batch={name: part() for name in FEATURE_OPERANDS if rng.random() < 0.5},
+        inputs="huge-scores" if huge else "normal",
+    )
+    extreme = case.bias and case.bias_values in ("lowest", "extremes")
+    if huge or extreme:
+        case = dataclasses.replace(case, tolerance=tolerances.HUGE_LOGITS)
+    return case
 
 
 def grid(dtype: str, head_dim: int) -> Iterator[Case]:

@@ -12,6 +12,7 @@ KINDS = {
     "dvalue": tolerances.GRADIENT,
     "dbias": tolerances.DBIAS,
     "dsinks": tolerances.DBIAS,
+    "dslopes": tolerances.DBIAS,
 }
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from tests.support import tolerances
 
 # The names of an array's axes after its batch dims, for the failure report.
-_AXES = {3: "tnh", 2: "nt"}
+_AXES = {tolerances.LOGSUMEXP: "nt", tolerances.DBIAS: ""}
 
 
 def assert_matches(
@@ -17,28 +17,34 @@ def assert_matches(
     kind,
     dtype,
     context,
+    result_dtype=None,
     tolerance=tolerances.STANDARD,
     size=1.0,
 ):
     """Fails with a report when `actual` is not as good as it must be.
 
     Args:
-      actual: the result under test; float32 for logsumexp, else `dtype`.
+      actual: the result under test, of dtype `result_dtype`.
       expected: the float64 reference.
       baseline: plain attention in the input dtype, or None to skip the relative rule.
       name: what it is called in the report, such as "dquery".
       kind: tolerances.OUT, GRADIENT, DBIAS or LOGSUMEXP.
       dtype: the input dtype.
       context: case id and seed, printed in the report.
+      result_dtype: None: float32 for logsumexp, else `dtype`. The tolerances are those
+        of the coarser of the two dtypes.
       tolerance: a ToleranceClass.
       size: multiplies atol, and is the least size of the floor; see
         tolerances.score_gradient_size.
     """
     dtype = np.dtype(dtype)
-    actual_dtype = tolerances.FLOAT32 if kind == tolerances.LOGSUMEXP else dtype
-    assert actual.dtype == actual_dtype, (
-        f"{name} of {context}: dtype {actual.dtype}, expected {actual_dtype}"
+    if result_dtype is None:
+        result_dtype = tolerances.FLOAT32 if kind == tolerances.LOGSUMEXP else dtype
+    assert actual.dtype == result_dtype, (
+        f"{name} of {context}: dtype {actual.dtype}, expected {result_dtype}"
     )
+    if kind != tolerances.LOGSUMEXP:
+        dtype = tolerances.coarser(dtype, np.dtype(result_dtype))
     assert actual.shape == expected.shape, (
         f"{name} of {context}: shape {actual.shape}, expected {expected.shape}"
     )
@@ -49,16 +55,19 @@ def assert_matches(
 
     atol, rtol = tolerances.CEILING[dtype][kind]
     finite = np.where(np.isfinite(expected), expected, 0)
-    allowed = tolerance.ceiling_factor * (size * atol + rtol * np.abs(finite))
+    largest = max(size, np.abs(finite).max())
+    spread = tolerance.weight_error * largest
+    allowed = tolerance.ceiling_factor * (size * atol + rtol * np.abs(finite)) + spread
     within = error <= allowed
 
     limit = np.inf
     baseline_error = None
     if baseline is not None:
-        baseline_error = _error(baseline.astype(np.float64), expected).max()
+        baseline = baseline.astype(result_dtype).astype(np.float64)
+        baseline_error = _error(baseline, expected).max()
         factor = tolerances.BASELINE_FACTOR[kind]
-        floor = tolerances.baseline_floor(dtype, kind) * max(size, np.abs(finite).max())
-        limit = factor * baseline_error + floor
+        floor = tolerances.baseline_floor(dtype, kind) * largest
+        limit = factor * baseline_error + floor + spread
 
     broken = []
     if not within.all():
@@ -111,8 +120,6 @@ def _error(actual, expected):
 
 
 def _named(index, kind):
-    axes = _AXES[2 if kind == tolerances.LOGSUMEXP else 3]
-    if kind == tolerances.DBIAS:
-        axes = ""
+    axes = _AXES.get(kind, "tnh")
     names = ["b"] * (len(index) - len(axes)) + list(axes)
     return "(" + ", ".join(f"{n}={i}" for n, i in zip(names, index)) + ")"

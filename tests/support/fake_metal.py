@@ -29,7 +29,10 @@ _EXPORTS = """{
 };
 """
 _DATA_TYPES = {"bool": 53, "int": 29}  # MTLDataType
-_SIZES = {"float": 4, "int": 4, "uint": 4, "half": 2, "bfloat": 2, "char": 1}
+_SIZES = {
+    **{"float": 4, "int": 4, "uint": 4, "half": 2, "bfloat": 2, "char": 1, "uchar": 1},
+    **{"float2": 8, "uint2": 8},
+}
 
 
 # -- Building ------------------------------------------------------------------------
@@ -175,6 +178,7 @@ def _unit_rows(request: build.Request, unit: build.KernelUnit) -> list[_Row]:
         f'"{constant.name}", {constant.index}, {_DATA_TYPES[constant.type]}'
         for constant in translation.constants
     )
+    indices = {constant.name: constant.index for constant in translation.constants}
     parameters = {f.name: f.parameters for f in translation.functions}
     rows = []
     for kernel in translation.kernels:
@@ -182,12 +186,19 @@ def _unit_rows(request: build.Request, unit: build.KernelUnit) -> list[_Row]:
         first_argument = re.match(r"\w+<(\w+)", expression)
         element = first_argument[1] if first_argument else ""
         buffers = tuple(
-            f'"{p.name}", {index[1]}, {_describe(p.type, element)}'
+            f'"{p.name}", {index[1]}, {_describe(p.type, element)}, '
+            f"{indices[index[2]] if index[2] else -1}"
             for p in parameters[kernel.function]
-            if (index := re.fullmatch(r"buffer\((\d+)\)", p.attribute))
+            if (index := _BUFFER.fullmatch(p.attribute))
         )
         rows.append(_Row(kernel.host_name, expression, constants, buffers))
     return rows
+
+
+# The attribute of an argument, and the constant without which it does not exist.
+_BUFFER = re.compile(
+    r"buffer\(\s*(\d+)\s*\)(?:\s*,\s*function_constant\(\s*(\w+)\s*\))?"
+)
 
 
 def _describe(parameter_type: str, element: str) -> str:

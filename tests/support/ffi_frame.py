@@ -13,7 +13,9 @@ import numpy as np
 
 BUFFER = 1
 ARRAY, DICTIONARY, SCALAR, STRING = 1, 2, 3, 4
-PRED, S64, F32 = 1, 5, 11
+PRED, S32, S64, U32, F32, F64 = 1, 4, 5, 8, 11, 12
+# XLA's type by NumPy's name.
+TYPES = {"bool": PRED, "int32": S32, "uint32": U32, "float32": F32}
 INSTANTIATE, PREPARE, INITIALIZE, EXECUTE = 0, 1, 2, 3
 METADATA = 1
 CAPABILITIES, NATIVE_BUFFERS = 0x4A464D01, 0x4A464D02  # plugin/ffi/native_buffers.h
@@ -200,7 +202,7 @@ class Frame:
         self.dims.append(dims)
         buffer = Buffer(
             struct_size=ctypes.sizeof(Buffer),
-            dtype={"float32": F32}[array.dtype.name],
+            dtype=TYPES[array.dtype.name],
             data=array.ctypes.data,
             rank=array.ndim,
             dims=ctypes.addressof(dims),
@@ -209,7 +211,10 @@ class Frame:
         return buffer
 
     def _attributes(self, attributes: list[tuple[str, int, Any]]) -> Attributes:
-        storage = {PRED: ctypes.c_uint8, S64: ctypes.c_int64, F32: ctypes.c_float}
+        storage = {
+            **{PRED: ctypes.c_uint8, S64: ctypes.c_int64},
+            **{F32: ctypes.c_float, F64: ctypes.c_double},
+        }
         self.scalars = [
             Scalar(dtype, self.keep(storage[dtype](value)))
             for _, dtype, value in attributes

@@ -13,11 +13,13 @@ from jax_flash_metal.attention_library import (
     BACKWARD_RESULTS,
     FORWARD_OPERANDS,
     FORWARD_RESULTS,
+    PASSES,
     STATISTICS,
     Array,
     AttentionLibrary,
     Problem,
     Tensor,
+    attach_gradient,
     attach_results,
     make_problem,
     make_tensor,
@@ -29,10 +31,12 @@ __all__ = [
     "BACKWARD_RESULTS",
     "FORWARD_OPERANDS",
     "FORWARD_RESULTS",
+    "PASSES",
     "STATISTICS",
     "NativeError",
     "Problem",
     "Tensor",
+    "attach_gradient",
     "attach_results",
     "make_problem",
     "make_tensor",
@@ -43,9 +47,9 @@ used_kernels: set[str] = set()
 
 
 class _Recording(AttentionLibrary):
-    def run(self, problem: Problem, backward: bool) -> None:
-        super().run(problem, backward)
-        used_kernels.update(self.kernels(problem, backward))
+    def run(self, problem: Problem, which: str) -> None:
+        super().run(problem, which)
+        used_kernels.update(self.kernels(problem, which))
 
 
 @functools.cache
@@ -73,20 +77,32 @@ def run_backward(
     return _Recording(library or load()).run_backward(*operands, **arguments)
 
 
+def run_gradient(
+    of: str, *operands: Array, library: ctypes.CDLL | None = None, **arguments: Any
+) -> Array:
+    """See AttentionLibrary.run_gradient."""
+    return _Recording(library or load()).run_gradient(of, *operands, **arguments)
+
+
 def call(function: str, problem: Problem, library: ctypes.CDLL | None = None) -> None:
     """Runs a pass by the name of its function; its error becomes a NativeError."""
-    _Recording(library or load()).run(problem, function.endswith("backward"))
+    _Recording(library or load()).run(problem, function.rpartition("_")[2])
 
 
 def kernels(
-    problem: Problem, backward: bool, library: ctypes.CDLL | None = None
+    problem: Problem, which: str | bool, library: ctypes.CDLL | None = None
 ) -> list[str]:
     """Names of the kernels that a pass launches, each once, in order."""
-    return AttentionLibrary(library or load()).kernels(problem, backward)
+    return AttentionLibrary(library or load()).kernels(problem, _pass(which))
 
 
-def num_launches(problem: Problem, backward: bool) -> int:
+def num_launches(problem: Problem, which: str | bool) -> int:
     """Launches of a pass."""
     function = load().jfm_attention_num_launches
     function.restype = ctypes.c_int64
-    return function(ctypes.byref(problem), backward)
+    return function(ctypes.byref(problem), PASSES.index(_pass(which)))
+
+
+def _pass(which: str | bool) -> str:
+    """By its name, or whether it is the backward pass."""
+    return which if isinstance(which, str) else PASSES[which]

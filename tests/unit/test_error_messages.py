@@ -133,6 +133,27 @@ WRONG_CALLS = {
         ValueError,
         "bias must have a floating dtype, but got bias.dtype=int32.",
     ),
+    "bias_bool": (
+        {"bias": zeros(T, S, dtype=bool)},
+        ValueError,
+        "bias must have a floating dtype, but got bias.dtype=bool.",
+    ),
+    "bias_numpy_int": (
+        {"bias": np.zeros((T, S), np.int8)},
+        ValueError,
+        "bias must have a floating dtype, but got bias.dtype=int8.",
+    ),
+    "bias_batch": (
+        {"bias": zeros(5, N, T, S)},
+        ValueError,
+        "bias must be broadcastable to (batch, num_heads, q_len, kv_len)="
+        "(2, 6, 37, 53), but got bias.shape=(5, 6, 37, 53).",
+    ),
+    "bias_kind": (
+        {"bias": 0.5},
+        TypeError,
+        "bias must be an array, but got float.",
+    ),
     "mask_heads": (
         {"mask": zeros(B, K, T, S, dtype=bool)},
         ValueError,
@@ -150,6 +171,24 @@ WRONG_CALLS = {
         ValueError,
         "mask must have dtype bool (True = attend), but got mask.dtype=float32; pass "
         "an additive mask as bias.",
+    ),
+    "mask_half": (
+        {"mask": zeros(T, S, dtype=jnp.bfloat16)},
+        ValueError,
+        "mask must have dtype bool (True = attend), but got mask.dtype=bfloat16; pass "
+        "an additive mask as bias.",
+    ),
+    "mask_int": (
+        {"mask": zeros(T, S, dtype=jnp.int32)},
+        ValueError,
+        "mask must have dtype bool (True = attend), but got mask.dtype=int32; pass an "
+        "additive mask as bias.",
+    ),
+    "mask_rows_and_columns": (
+        {"mask": zeros(S, T, dtype=bool)},
+        ValueError,
+        "mask must be broadcastable to (batch, num_heads, q_len, kv_len)="
+        "(2, 6, 37, 53), but got mask.shape=(53, 37).",
     ),
     "mask_kind": (
         {"mask": True},
@@ -209,6 +248,23 @@ WRONG_CALLS = {
         "q_offset must be an int or an integer scalar array, but got "
         "q_offset.shape=(2,) and q_offset.dtype=int32.",
     ),
+    "q_offset_float_array": (
+        {"is_causal": True, "q_offset": zeros()},
+        ValueError,
+        "q_offset must be an int or an integer scalar array, but got "
+        "q_offset.shape=() and q_offset.dtype=float32.",
+    ),
+    "q_offset_bool": (
+        {"is_causal": True, "q_offset": True},
+        TypeError,
+        "q_offset must be an int or an integer scalar array, but got bool.",
+    ),
+    "q_offset_array_without_causal": (
+        {"q_offset": zeros(dtype=jnp.int32)},
+        ValueError,
+        "q_offset needs is_causal=True, sliding_window or alibi_slopes (without them "
+        "it has no effect), but got q_offset=0.",
+    ),
     "q_offset_range": (
         {"is_causal": True, "q_offset": 2**31},
         ValueError,
@@ -225,15 +281,74 @@ WRONG_CALLS = {
         ValueError,
         "sliding_window must not be negative, but got (3, -1).",
     ),
+    "window_float": (
+        {"sliding_window": (1.5, 2)},
+        TypeError,
+        "sliding_window must be an int or a pair (left, right) of ints or None, but "
+        "got (1.5, 2).",
+    ),
+    "window_bool": (
+        {"sliding_window": True},
+        TypeError,
+        "sliding_window must be an int or a pair (left, right) of ints or None, but "
+        "got True.",
+    ),
+    "window_negative_int": (
+        {"sliding_window": -3},
+        ValueError,
+        "sliding_window must not be negative, but got -3.",
+    ),
+    "softcap_negative": (
+        {"logits_soft_cap": -30.0},
+        ValueError,
+        "logits_soft_cap must lie in [1e-30, 1e30], but got logits_soft_cap=-30.0.",
+    ),
+    "softcap_zero_in_float32": (
+        {"logits_soft_cap": 1e-60},
+        ValueError,
+        "logits_soft_cap must lie in [1e-30, 1e30], but got logits_soft_cap=1e-60.",
+    ),
+    "softcap_infinite": (
+        {"logits_soft_cap": float("inf")},
+        ValueError,
+        "logits_soft_cap must lie in [1e-30, 1e30], but got logits_soft_cap=inf.",
+    ),
+    "softcap_kind": (
+        {"logits_soft_cap": "30"},
+        TypeError,
+        "logits_soft_cap must be a Python number (it is compiled into the program), "
+        "but got str.",
+    ),
     "softcap_zero": (
         {"logits_soft_cap": 0.0},
         ValueError,
-        "logits_soft_cap must be positive and finite, but got logits_soft_cap=0.0.",
+        "logits_soft_cap must lie in [1e-30, 1e30], but got logits_soft_cap=0.0.",
     ),
     "segment_ids_kind": (
         {"segment_ids": zeros(B, T, dtype=jnp.int32)},
         TypeError,
-        "segment_ids must be a pair (q ids, kv ids), but got ArrayImpl.",
+        "segment_ids must be a pair (q ids, kv ids) of arrays, but got ArrayImpl.",
+    ),
+    "segment_ids_of_queries_only": (
+        {"segment_ids": (zeros(B, T, dtype=jnp.int32), None)},
+        TypeError,
+        "segment_ids must be a pair (q ids, kv ids) of arrays, but got no kv ids.",
+    ),
+    "segment_ids_of_keys_only": (
+        {"segment_ids": (None, zeros(B, S, dtype=jnp.int32))},
+        TypeError,
+        "segment_ids must be a pair (q ids, kv ids) of arrays, but got no q ids.",
+    ),
+    "segment_ids_one": (
+        {"segment_ids": (zeros(B, T, dtype=jnp.int32),)},
+        TypeError,
+        "segment_ids must be a pair (q ids, kv ids) of arrays, but got 1 of them.",
+    ),
+    "segment_ids_dtype": (
+        {"segment_ids": (zeros(B, T), zeros(B, S))},
+        ValueError,
+        "segment_ids.q must be int32 of shape (batch, q_len)=(2, 37), but got "
+        "segment_ids.q.shape=(2, 37) and segment_ids.q.dtype=float32.",
     ),
     "segment_ids_shape": (
         {
@@ -258,6 +373,40 @@ WRONG_CALLS = {
         "key_value_seq_lengths must be int32 of shape (batch,)=(2,), but got "
         "key_value_seq_lengths.shape=(2,) and key_value_seq_lengths.dtype=float32.",
     ),
+    "key_value_seq_lengths_shape": (
+        {"key_value_seq_lengths": zeros(B, 1, dtype=jnp.int32)},
+        ValueError,
+        "key_value_seq_lengths must be int32 of shape (batch,)=(2,), but got "
+        "key_value_seq_lengths.shape=(2, 1) and key_value_seq_lengths.dtype=int32.",
+    ),
+    "query_seq_lengths_int16": (
+        {"query_seq_lengths": zeros(B, dtype=jnp.int16)},
+        ValueError,
+        "query_seq_lengths must be int32 of shape (batch,)=(2,), but got "
+        "query_seq_lengths.shape=(2,) and query_seq_lengths.dtype=int16.",
+    ),
+    "query_seq_lengths_kind": (
+        {"query_seq_lengths": [3, 4]},
+        TypeError,
+        "query_seq_lengths must be an array, but got list.",
+    ),
+    "sinks_dtype": (
+        {"sinks": zeros(N, dtype=jnp.int32)},
+        ValueError,
+        "sinks must be floating of shape (num_heads,)=(6,), but got sinks.shape=(6,) "
+        "and sinks.dtype=int32.",
+    ),
+    "sinks_scalar": (
+        {"sinks": 0.0},
+        TypeError,
+        "sinks must be an array, but got float.",
+    ),
+    "alibi_shape": (
+        {"alibi_slopes": zeros(B, N)},
+        ValueError,
+        "alibi_slopes must be floating of shape (num_heads,)=(6,), but got "
+        "alibi_slopes.shape=(2, 6) and alibi_slopes.dtype=float32.",
+    ),
     "sinks_shape": (
         {"sinks": zeros(K)},
         ValueError,
@@ -279,6 +428,39 @@ WRONG_CALLS = {
         {"dropout_rate": 0.25},
         ValueError,
         "dropout_rate=0.25 needs a dropout_key, but got dropout_key=None.",
+    ),
+    "dropout_rate_negative": (
+        {"dropout_rate": -0.1},
+        ValueError,
+        "dropout_rate must lie in [0, 1), but got -0.1.",
+    ),
+    "dropout_rate_nan": (
+        {"dropout_rate": float("nan")},
+        ValueError,
+        "dropout_rate must lie in [0, 1), but got nan.",
+    ),
+    "dropout_rate_kind": (
+        {"dropout_rate": None},
+        TypeError,
+        "dropout_rate must be a Python number (it is compiled into the program), but "
+        "got NoneType.",
+    ),
+    "dropout_key_int": (
+        {"dropout_rate": 0.25, "dropout_key": 0},
+        TypeError,
+        "dropout_key must be an array, but got int.",
+    ),
+    "dropout_key_dtype": (
+        {"dropout_rate": 0.25, "dropout_key": zeros(2, dtype=jnp.int32)},
+        ValueError,
+        "dropout_key must be one key (jax.random.key) or its uint32 data, but got "
+        "dropout_key.shape=(2,) and dropout_key.dtype=int32.",
+    ),
+    "dropout_typed_keys": (
+        {"dropout_rate": 0.25, "dropout_key": jax.random.split(jax.random.key(0), 3)},
+        ValueError,
+        "dropout_key must be one key (jax.random.key) or its uint32 data, but got "
+        "dropout_key.shape=(3,) and dropout_key.dtype=key<fry>.",
     ),
     "dropout_keys": (
         {"dropout_rate": 0.25, "dropout_key": zeros(3, 2, dtype=jnp.uint32)},
@@ -322,11 +504,33 @@ def test_explain_raises_the_same(changes, error, sentence):
         jax_flash_metal.explain(**{**arguments, **changes})
 
 
-def test_traced_static_argument():
-    with pytest.raises(TypeError, match=r"^scale must be a Python number \(it is"):
-        jax.jit(lambda scale: call(scale=scale))(0.5)
-    with pytest.raises(TypeError, match=r"^is_causal must be a bool \(it is"):
-        jax.jit(lambda flag: call(is_causal=flag))(True)
+TRACED = {
+    "scale": (0.5, "scale must be a Python number (it is compiled into the program), "),
+    "logits_soft_cap": (3.0, "logits_soft_cap must be a Python number (it is compiled"),
+    "dropout_rate": (0.5, "dropout_rate must be a Python number (it is compiled into "),
+    "is_causal": (True, "is_causal must be a bool (it is compiled into the program), "),
+    "return_logsumexp": (True, "return_logsumexp must be a bool (it is compiled into "),
+    "sliding_window": (3, "sliding_window must be an int or a pair (left, right) of "),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_static_argument(name):
+    value, start = TRACED[name]
+    with pytest.raises(TypeError, match="^" + re.escape(start)):
+        jax.eval_shape(lambda x: call(**{name: x}), value)
+
+
+@pytest.mark.parametrize("sinks", [zeros(K), zeros(1, N)])
+def test_sinks_of_merge_partials(sinks):
+    with pytest.raises(ValueError) as raised:
+        jax_flash_metal.merge_partials(
+            [zeros(B, T, N, H)], [zeros(B, N, T)], sinks=sinks
+        )
+    assert str(raised.value) == (
+        "sinks must be floating of shape (num_heads,)=(6,), but got "
+        f"sinks.shape={sinks.shape} and sinks.dtype=float32."
+    )
 
 
 def test_local_window_size_is_named():
@@ -339,7 +543,7 @@ def test_local_window_size_is_named():
 def test_merge_partials():
     out, lse = zeros(B, T, N, H), zeros(B, N, T)
     with pytest.raises(ValueError) as raised:
-        jax_flash_metal.merge_partials([], [])
+        jax_flash_metal.merge_partials([], [], None)
     assert str(raised.value) == (
         "outs and logsumexps must have the same number of parts, at least 1, but got "
         "0 and 0."

@@ -14,7 +14,7 @@ LAYERS = [
     ("doctor",),
     ("doctor_checks",),
     ("doctor_report",),
-    ("flax",),
+    ("flax", "export"),
     ("api",),
     ("checks", "support", "autodiff"),
     ("primitives",),
@@ -28,7 +28,7 @@ LAYERS = [
     ("kernel_cases",),
     ("platforms",),
     ("lowering",),
-    ("reference",),
+    ("sharding", "reference"),
     ("attention_library", "variant_table", "benchmark_shapes"),
     ("config", "hosts", "plan", "crashes", "_jax_compat", "_version"),
 ]

@@ -90,7 +90,7 @@ def test_flax_signature_has_every_name():
 
 
 @pytest.mark.parametrize(
-    "name", ["flash_attention", "dot_product_attention", "explain"]
+    "name", ["flash_attention", "dot_product_attention", "explain", "merge_partials"]
 )
 def test_docstring_example(name):
     function = getattr(api, name)
@@ -99,7 +99,9 @@ def test_docstring_example(name):
     assert doctest.DocTestRunner().run(test).failed == 0
 
 
-@pytest.mark.parametrize("name", ["flash_attention", "dot_product_attention"])
+@pytest.mark.parametrize(
+    "name", ["flash_attention", "dot_product_attention", "merge_partials"]
+)
 def test_docstring_names_every_argument(name):
     function = getattr(api, name)
     for parameter in inspect.signature(function).parameters:

@@ -1,5 +1,6 @@
 """Kernel or reason: explain, is_supported, forced implementations, the log."""
 
+import functools
 import logging
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash_metal
-from jax_flash_metal import api, variant_table
+from jax_flash_metal import api, kernel_proof, variant_table
 from tests.unit.test_error_messages import B, H, K, N, S, T
 
 TABLE = Path(__file__).parents[2] / "metal_kernels" / "variants.toml"
@@ -29,7 +30,8 @@ def qkv(head_dim=H, dtype=jnp.float32):
 def test_limits_are_those_of_the_table():
     rows = variant_table.tomllib.loads(TABLE.read_text())["variant"]
     for dtype, limit in variant_table.max_head_dims().items():
-        for kernel in {row["kernel"] for row in rows}:
+        # Kernels that read none of query, key and value have a row for all dtypes.
+        for kernel in {row["kernel"] for row in rows if dtype in row["dtypes"]}:
             assert any(
                 row["kernel"] == kernel
                 and row["head_dim"] >= limit
@@ -54,10 +56,10 @@ def test_supported(dtype, head_dim):
     assert str(explanation) == "metal: the kernels run on the software Metal device."
 
 
-REASONS = {
+FEATURES = {
     "bias": {"bias": struct(N, T, S)},
     "mask": {"mask": struct(T, S, dtype=bool)},
-    "a traced q_offset": {"q_offset": struct(dtype=jnp.int32), "is_causal": True},
+    "q_offset": {"q_offset": struct(dtype=jnp.int32), "is_causal": True},
     "segment_ids": {
         "segment_ids": (struct(B, T, dtype=jnp.int32), struct(B, S, dtype=jnp.int32))
     },
@@ -71,41 +73,70 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("name", REASONS)
-def test_feature_that_is_not_fused(name):
-    options = REASONS[name]
-    assert not jax_flash_metal.is_supported(*qkv(), **options)
-    explanation = jax_flash_metal.explain(*qkv(), **options)
-    assert str(explanation) == f"xla: the kernels do not take {name} yet."
-    forced = jax_flash_metal.explain(*qkv(), **options, implementation="metal")
-    assert forced.implementation == "unsupported"
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_kernels_take_every_feature(name):
+    assert jax_flash_metal.is_supported(*qkv(), **FEATURES[name])
+
+
+def everything():
+    return {name: x for options in FEATURES.values() for name, x in options.items()}
+
+
+def test_the_kernels_take_all_features_together():
+    assert jax_flash_metal.is_supported(*qkv(), **everything())
+    explanation = jax_flash_metal.explain(
+        *qkv(), **everything(), implementation="metal", platform="cpu"
+    )
+    assert str(explanation) == "metal: the kernels run on the software Metal device."
+
+
+def test_forced_kernels_that_do_not_exist():
+    explanation = jax_flash_metal.explain(*qkv(320), implementation="metal")
+    assert str(explanation) == (
+        "unsupported: head_dim 320 is above 256, the largest that the float32 kernels "
+        "take."
+    )
     with pytest.raises(NotImplementedError) as raised:
         jax.eval_shape(
-            lambda q, k, v, o: jax_flash_metal.flash_attention(
-                q,
-                k,
-                v,
-                **{n: x for n, x in options.items() if n not in o},
-                **o,
-                implementation="metal",
-            ),
-            *qkv(),
-            {n: x for n, x in options.items() if not isinstance(x, (bool, int, float))}
-            if name != "sliding_window"
-            else {},
+            lambda *a: jax_flash_metal.flash_attention(*a, implementation="metal"),
+            *qkv(320),
         )
     assert str(raised.value) == (
-        "implementation='metal' cannot run this call: the kernels do not take "
-        f"{name} yet. The kernels take bfloat16 up to head_dim 256, float16 up to "
-        "head_dim 256, float32 up to head_dim 256, with is_causal and a static "
-        "q_offset; implementation=None or 'xla' runs everything else."
+        "implementation='metal' cannot run this call: head_dim 320 is above 256, the "
+        "largest that the float32 kernels take. The kernels take bfloat16 up to "
+        "head_dim 256, float16 up to head_dim 256, float32 up to head_dim 256; "
+        "implementation=None or 'xla' runs everything else."
     )
 
 
-def test_features_are_listed_together():
-    options = REASONS["bias"] | REASONS["dropout"]
-    explanation = jax_flash_metal.explain(*qkv(), **options)
-    assert explanation.reason == "the kernels do not take bias, dropout yet."
+def test_each_pass_is_asked_about(monkeypatch):
+    """A kernel that fails its proof changes the answer of the calls that need it."""
+    asked = []
+
+    def objection(shape, which, has_features):
+        asked.append((which, has_features))
+        return "the kernel is disabled" if which == failing else None
+
+    monkeypatch.setattr(kernel_proof, "objection", objection)
+    explain = functools.partial(
+        jax_flash_metal.explain, implementation="metal", platform="cpu"
+    )
+    failing = None
+    explain(*qkv())
+    explain(*qkv(), **FEATURES["sliding_window"])
+    explain(*qkv(), **FEATURES["bias"])
+    assert asked == [
+        *(("forward", False), ("backward", False)),
+        *(("forward", True), ("backward", True)),
+        *(("forward", True), ("backward", True), ("gradient", True)),
+    ]
+    failing = "forward"
+    assert str(explain(*qkv())) == "unsupported: the kernel is disabled."
+    failing = "gradient"
+    assert explain(*qkv(), **FEATURES["mask"]).reason.endswith("Metal device.")
+    assert explain(*qkv(), **FEATURES["sinks"]).reason.endswith(
+        "The gradient is unsupported: the kernel is disabled."
+    )
 
 
 def test_head_dim_above_the_table():
@@ -138,9 +169,9 @@ def test_platforms():
 
 
 def test_explain_takes_arrays_and_positional_arguments():
-    x = jnp.zeros((B, T, N, H))
+    x = jnp.zeros((B, T, N, 320))
     mask = jnp.ones((T, T), bool)
-    assert "mask" in jax_flash_metal.explain(x, x, x, None, mask).reason
+    assert "head_dim" in jax_flash_metal.explain(x, x, x, None, mask).reason
 
 
 def test_explain_on_our_platform():
@@ -175,11 +206,11 @@ def test_default_lowers_on_another_platform():
 
 def test_fallback_is_logged_once(caplog):
     api.log_fallback.cache_clear()
-    x = jnp.zeros((B, T, N, H))
+    x = jnp.zeros((B, T, N, 257))
     with caplog.at_level(logging.INFO, logger="jax_flash_metal"):
         for _ in range(2):
-            jax_flash_metal.flash_attention(x, x, x, sliding_window=3)
+            jax_flash_metal.flash_attention(x, x, x)
     assert [record.getMessage() for record in caplog.records] == [
-        "flash_attention takes the reference: the kernels do not take sliding_window "
-        "yet."
+        "flash_attention takes the reference: head_dim 257 is above 256, the largest "
+        "that the float32 kernels take."
     ]
