@@ -20,16 +20,17 @@ import numpy as np
 from jax._src import compiler, dispatch, sharding_impls, xla_bridge
 from jax._src.interpreters import mlir as internal_mlir
 from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental import custom_partitioning
 from jax.interpreters import batching, mlir
 from jaxlib import xla_client
 
-try:  # since jax 0.5
-    from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
+_shardy_rules: Any = None
+try:
+    from jax._src import custom_partitioning_sharding_rule
 
-    _RULE_PARAMETERS = inspect.signature(str_to_sdy_sharding_rule).parameters
-except ImportError:
-    str_to_sdy_sharding_rule = None
+    _shardy_rules = custom_partitioning_sharding_rule
+except ImportError:  # before jax 0.5
+    pass
 
 # Untyped in JAX, hence Any. jax.ffi is a module since jax 0.5.
 try:
@@ -46,7 +47,12 @@ except ImportError:
 # when jax_debug_nans looks for the operation that made a NaN.
 apply_primitive: Any = dispatch.apply_primitive
 checkpoint_name: Any = jax.ad_checkpoint.checkpoint_name
+_custom_partitioning: Any = custom_partitioning.custom_partitioning
 primitive: Any = jax.extend.core.Primitive
+# Public, but untyped.
+_clear_caches: Any = jax.clear_caches
+partition_spec: Any = jax.sharding.PartitionSpec
+psum: Any = jax.lax.psum
 
 # jaxlib reads an optimised program back (as_text, cost_analysis) with its own parser,
 # which was not made for the numbers that hosts with a newer XLA put into it.
@@ -69,16 +75,18 @@ __all__ = [
     "lower_partitioned",
     "lowering_platforms",
     "mlir",
+    "note_kernel_program",
     "num_partitions",
     "partition_devices",
+    "partition_spec",
     "primitive",
+    "psum",
     "refuse_compiling_after_fork",
     "refuse_in_forked_process",
     "register_custom_call_handler",
     "register_failing_platform",
     "register_platform",
     "result_type",
-    "run_kernels",
     "tile_assignment",
     "vary_alike",
     "without_mesh",
@@ -172,14 +180,14 @@ def refuse_compiling_after_fork(platform: str, message: str) -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
-_runs_kernels = False
+_has_kernel_programs = False
 _forked = False
 
 
-def run_kernels() -> None:
-    """Says that programs of this process run our kernels; see `_after_fork`."""
-    global _runs_kernels
-    _runs_kernels = True
+def note_kernel_program() -> None:
+    """To be told of every program with our kernels; see `_after_fork`."""
+    global _has_kernel_programs
+    _has_kernel_programs = True
 
 
 def _after_fork() -> None:
@@ -189,8 +197,8 @@ def _after_fork() -> None:
     """
     global _forked
     _forked = bool(xla_bridge._backends)
-    if _forked and _runs_kernels:
-        jax.clear_caches()
+    if _forked and _has_kernel_programs:
+        _clear_caches()
 
 
 if hasattr(os, "register_at_fork"):
@@ -276,7 +284,7 @@ def is_lost_to_gspmd(ctx: Any) -> bool:
     It does in a shard_map over some of the mesh's axes only.
     """
     axis_context = ctx.module_context.axis_context
-    if jax.config.jax_use_shardy_partitioner:
+    if getattr(jax.config, "jax_use_shardy_partitioner", True):
         return False
     if not isinstance(axis_context, sharding_impls.SPMDAxisContext):
         return False
@@ -294,7 +302,8 @@ def tile_assignment(sharding: Any, rank: int) -> np.ndarray | None:
     if len(tiling.subgroup_types()) > 1:
         return None
     devices = np.asarray(tiling.tile_assignment_devices())
-    return devices.reshape(tiling.tile_assignment_dimensions())
+    tiles: np.ndarray = devices.reshape(tiling.tile_assignment_dimensions())
+    return tiles
 
 
 def lower_partitioned(
@@ -308,12 +317,13 @@ def lower_partitioned(
     unsplit: tuple[str, ...],
 ) -> Any:
     """Lowers `call` with rules for the partitioner; see jax's custom_partitioning."""
-    partitioned = custom_partitioning(lambda *arrays: tuple(call(*arrays)))
+    partitioned: Any = _custom_partitioning(lambda *arrays: tuple(call(*arrays)))
     options: dict[str, Any] = {}
-    if str_to_sdy_sharding_rule is not None:
-        if "need_replication_factors" in _RULE_PARAMETERS:
+    if _shardy_rules is not None:
+        parse: Any = _shardy_rules.str_to_sdy_sharding_rule
+        if "need_replication_factors" in inspect.signature(parse).parameters:
             sizes = {**sizes, "need_replication_factors": unsplit}
-        options["sharding_rule"] = str_to_sdy_sharding_rule(rule, **sizes)
+        options["sharding_rule"] = parse(rule, **sizes)
     partitioned.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
@@ -343,10 +353,11 @@ def result_type(
     """
     if not hasattr(like, "sharding"):
         return ShapedArray(shape, dtype)
-    sharding = jax.sharding.NamedSharding(
-        like.sharding.mesh, jax.sharding.PartitionSpec(*spec)
+    sharding = jax.sharding.NamedSharding(like.sharding.mesh, partition_spec(*spec))
+    result: ShapedArray = like.update(
+        shape=shape, dtype=dtype, weak_type=False, sharding=sharding
     )
-    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+    return result
 
 
 def has_mesh(aval: Any) -> bool:
@@ -356,8 +367,8 @@ def has_mesh(aval: Any) -> bool:
 
 def explicit_spec(aval: Any) -> tuple[Any, ...]:
     """Per dimension the axes over which a value's type says that it is sharded."""
-    spec = tuple(aval.sharding.spec) if hasattr(aval, "sharding") else ()
-    return spec + (None,) * (aval.ndim - len(spec))
+    spec = list(aval.sharding.spec) if hasattr(aval, "sharding") else []
+    return (*spec, *[None] * (aval.ndim - len(spec)))
 
 
 # shard_map's check of what is the same on all devices, and what gradients make of it.
@@ -398,6 +409,7 @@ def allow_in_shard_map(*primitives: Any) -> None:
         from jax._src.ad_checkpoint import name_p
         from jax.experimental import shard_map
 
+        rules: Any = shard_map
         for primitive_ in (*primitives, name_p):
-            shard_map.register_standard_check(primitive_)
-            shard_map.register_standard_rewrite(primitive_)
+            rules.register_standard_check(primitive_)
+            rules.register_standard_rewrite(primitive_)

@@ -285,7 +285,7 @@ def prepare(
     window = checks.sliding_window(sliding_window)
     offset = checks.q_offset(
         q_offset,
-        has_effect=is_causal or window is not None or alibi_slopes is not None,
+        has_effect=is_causal or sliding_window is not None or alibi_slopes is not None,
     )
     if not isinstance(offset, int):
         operands["q_offset"] = offset[None]
@@ -498,7 +498,9 @@ def merge_partials(
       out [*B, T, N, V] in the dtype of the first out, and logsumexp [*B, N, T].
 
     Raises:
-      ValueError: No parts, different numbers of parts, or shapes that do not agree.
+      ValueError: No parts, different numbers of parts, shapes that do not agree, or a
+        dtype that is not floating.
+      TypeError: Not sequences of arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -509,8 +511,10 @@ def merge_partials(
       >>> merge_partials(*zip(*parts))[0].shape
       (2, 36, 6, 64)
     """
-    outs = [checks.array("outs", out) for out in outs]
-    logsumexps = [checks.array("logsumexps", lse) for lse in logsumexps]
+    outs, logsumexps = (
+        checks.parts("outs", outs),
+        checks.parts("logsumexps", logsumexps),
+    )
     if not outs or len(outs) != len(logsumexps):
         raise ValueError(
             "outs and logsumexps must have the same number of parts, at least 1, but "
@@ -538,5 +542,8 @@ def merge_partials(
     weights = jnp.where(has_keys, jnp.exp(safe - logsumexp), 0)
     weights = jnp.swapaxes(weights, -1, -2)[..., None]
     parts = jnp.stack(outs).astype(weights.dtype)
+    # What counts nothing may hold anything: 0 * NaN is NaN.
+    counts = jnp.swapaxes(stacked != -jnp.inf, -1, -2)[..., None]
+    parts = jnp.where(counts, parts, 0)
     out = (weights * parts).sum(0).astype(outs[0].dtype)
     return out, jnp.where(has_keys, logsumexp, -jnp.inf)

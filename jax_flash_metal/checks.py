@@ -33,6 +33,21 @@ def array(name: str, x: Any) -> Array:
     return jnp.asarray(x)
 
 
+def parts(name: str, x: Any) -> list[Array]:
+    """Floating arrays of `merge_partials`; also one array, of them stacked."""
+    if not isinstance(x, (tuple, list, jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{name} must be a sequence of arrays, but got {type(x).__name__}."
+        )
+    arrays = [array(name, part) for part in x]
+    for a in arrays:
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} must have a floating dtype, but got {name} of dtype {a.dtype}."
+            )
+    return arrays
+
+
 def check_qkv(query: Array, key: Array, value: Array) -> None:
     if query.ndim not in (3, 4):
         raise ValueError(
@@ -190,9 +205,10 @@ def logits_soft_cap(x: Any) -> float | None:
     if x is None:
         return None
     result = number("logits_soft_cap", x)
-    if not (math.isfinite(result) and np.float32(result) > 0):
+    # Far inside float32: a quotient by it, and a product with it, must not be 0 or inf.
+    if not 1e-30 <= result <= 1e30:
         raise ValueError(
-            "logits_soft_cap must be positive and finite, but got "
+            "logits_soft_cap must lie in [1e-30, 1e30], but got "
             f"logits_soft_cap={result}."
         )
     return result
@@ -213,7 +229,11 @@ def q_offset(x: Any, *, has_effect: bool) -> int | Array:
                 "q_offset must be an int or an integer scalar array, but got "
                 f"q_offset.shape={x.shape} and q_offset.dtype={x.dtype}."
             )
-        return x.astype(jnp.int32)
+        # Beyond, every key is visible or none, and sums would not fit into int32. The
+        # limits in turn may not fit into the array's dtype.
+        info = np.iinfo(x.dtype)
+        low, high = max(-_MAX_Q_OFFSET, info.min), min(_MAX_Q_OFFSET, info.max)
+        return jnp.clip(x, low, high).astype(jnp.int32)
     offset = _static_int(x)
     if offset is None:
         raise TypeError(
@@ -335,7 +355,8 @@ def dropout_key(x: Any) -> Array:
 
 
 def implementation(x: Any) -> Implementation:
-    for known in IMPLEMENTATIONS:
-        if known == x:
-            return known
+    if x is None or isinstance(x, str):  # what == gives for an array is an array
+        for known in IMPLEMENTATIONS:
+            if known == x:
+                return known
     raise ValueError(f"implementation must be None, 'metal' or 'xla', but got {x!r}.")

@@ -31,8 +31,9 @@ DISABLED_CHECKS = tuple(
 def register_kernels() -> None:
     """Lets this process run programs that were exported with our kernels.
 
-    A process that traced a call of ours has done so already. Nothing proves the kernels
-    here, as is done before a call of ours is compiled: `jax-flash-metal doctor` does.
+    A process that traced a call of ours has done so already. The kernels are not proven
+    here, as they are before a call of ours is compiled; `python -m jax_flash_metal
+    doctor` does that.
 
     Raises:
       LibraryError: The native library is missing or of another release.

@@ -87,6 +87,7 @@ def dot_product_attention(
       ValueError, TypeError, NotImplementedError: As `flash_attention`.
     """
     arguments = dict(locals())
+    _check(arguments)
     reason = _flax_reason(arguments)
     if reason is not None:
         if implementation is not None:
@@ -107,6 +108,7 @@ def explain(*args: Any, platform: str | None = None, **kwargs: Any) -> Explanati
     bound = inspect.signature(dot_product_attention).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
+    _check(arguments)
     reason = _flax_reason(arguments)
     if reason is not None:
         forced = arguments["implementation"] is not None
@@ -122,6 +124,20 @@ def explain(*args: Any, platform: str | None = None, **kwargs: Any) -> Explanati
     arrays = {name: arguments[name] for name in _ARRAY_ARGUMENTS}
     jax.eval_shape(lambda a: _attend({**arguments, **a}, explain_prepared), arrays)
     return found[0]
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """What would fail without a clear sentence before `flash_attention` can check."""
+    for name in ("query", "key", "value", "bias", "mask"):
+        x = arguments[name]
+        is_optional = name in ("bias", "mask")
+        if not hasattr(x, "dtype") and not (is_optional and x is None):
+            raise TypeError(f"{name} must be an array, but got {type(x).__name__}.")
+    mask = arguments["mask"]
+    if mask is not None and jnp.issubdtype(mask.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"mask must be bool or 0/1 numbers, but got mask.dtype={mask.dtype}."
+        )
 
 
 def _flax_reason(arguments: Mapping[str, Any]) -> str | None:

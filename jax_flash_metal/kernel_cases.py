@@ -60,7 +60,8 @@ TOLERANCES: dict[str, dict[str, tuple[float, float]]] = {
 
 # Kernels that read what all calls with options have in common are made once more for
 # them. As such they are proven by other cases, and have a verdict of their own; so has
-# a gradient's kernel for each operand that it is of.
+# a gradient's kernel for each operand that it is of, and for a bias that is summed
+# over queries and heads.
 _HAVE_OPTIONS = frozenset(
     f"attention_{name}"
     for name in (
@@ -159,7 +160,7 @@ class KernelCase:
         """What a verdict of this case on a kernel is kept under."""
         kernel = kernel_of(name)
         if kernel == "attention_bias_gradient":
-            return f"{name} of {self.of}"
+            return f"{name} of {'shared ' * self.is_short}{self.of}"
         has_both = kernel in _HAVE_OPTIONS
         return f"{name} with options" if self.has_options and has_both else name
 

@@ -21,9 +21,9 @@ from jax_flash_metal._jax_compat import (
     is_lost_to_gspmd,
     lowering_platforms,
     mlir,
+    note_kernel_program,
     num_partitions,
     refuse_in_forked_process,
-    run_kernels,
 )
 from jax_flash_metal.config import (
     DIFFERENTIABLE_OPTIONS,
@@ -157,15 +157,9 @@ def _lower(
 
         ensure_registered()
         refuse_in_forked_process()
-        run_kernels()
+        note_kernel_program()
+        _refuse_what_gspmd_cannot(ctx)
         of = gradient.get("of")
-        if is_lost_to_gspmd(ctx):
-            raise NotImplementedError(
-                "implementation='metal' cannot run this call: inside a shard_map over "
-                "some of the mesh's axes it needs JAX's partitioner Shardy. Map over "
-                "all axes or set jax_use_shardy_partitioner; implementation=None or "
-                "'xla' runs everywhere."
-            )
         if num_partitions(ctx) > 1:
             # The same primitive again, for the part of one device.
             call = functools.partial(
@@ -267,6 +261,21 @@ def _are_proven(
         )
     kernel_proof.warn(reason)
     return False
+
+
+def _refuse_what_gspmd_cannot(ctx: Any) -> None:
+    """Platforms with several devices take the kernels only where they are demanded.
+
+    Raises:
+      NotImplementedError: JAX's partitioner would end the process.
+    """
+    if is_lost_to_gspmd(ctx):
+        raise NotImplementedError(
+            "implementation='metal' cannot run this call: inside a shard_map over some "
+            "of the mesh's axes it needs JAX's partitioner Shardy. Map over all axes "
+            "or set jax_use_shardy_partitioner; implementation=None or 'xla' runs "
+            "everywhere."
+        )
 
 
 def has_features(config: AttentionConfig, names: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jax_flash_metal import _jax_compat
 from jax_flash_metal.config import DIMS
@@ -142,15 +142,19 @@ def _sum_over(array: jax.Array, axes: tuple[Axis, ...]) -> jax.Array:
 
 def _lower_sum(ctx: Any, array: Any, *, axes: tuple[str, ...]) -> Any:
     def psum(a: jax.Array) -> jax.Array:
-        total: jax.Array = jax.lax.psum(a, axes)
+        with _jax_compat.without_mesh():
+            total: jax.Array = _jax_compat.psum(a, axes)
         return total
 
+    (aval,) = ctx.avals_in
     with _jax_compat.without_mesh():
+        avals = [_jax_compat.ShapedArray(aval.shape, aval.dtype)]
+        ctx = ctx.replace(avals_in=avals, avals_out=avals)
         return _jax_compat.mlir.lower_fun(psum, multiple_results=False)(ctx, array)
 
 
-# jax.lax.psum, but not under the mesh of the user's jax.set_mesh: since jax 0.12 that
-# one would get into the reduction's code, and XLA refuses it there.
+# jax.lax.psum, but not under the mesh of the user's jax.set_mesh: in some versions of
+# JAX that one would get into the reduction's code, and XLA refuses it there.
 _sum_p = _jax_compat.primitive("flash_attention_sum")
 _sum_p.def_abstract_eval(lambda array, axes: array)
 _jax_compat.mlir.register_lowering(_sum_p, _lower_sum)
@@ -261,7 +265,7 @@ class _Plan(NamedTuple):
 
         def sharding(names: tuple[str, ...]) -> NamedSharding:
             spec = (tuple(map(_axis_name, split.of(n))) or None for n in names)
-            return NamedSharding(mesh, PartitionSpec(*spec))
+            return NamedSharding(mesh, _jax_compat.partition_spec(*spec))
 
         return (
             tuple(map(sharding, self.operands)),

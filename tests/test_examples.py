@@ -42,6 +42,25 @@ def test_quickstart() -> None:
     assert "out (2, 200, 8, 64)" in output
 
 
+@pytest.mark.parametrize("implementation", ["metal", "xla"])
+def test_ring_attention(implementation: str) -> None:
+    sizes = "--devices 3 --length 120 --batch 1 --head-dim 16"
+    output = run_example(
+        "ring_attention.py", *sizes.split(), "--implementation", implementation
+    )
+    assert "3 devices with 40 of 120 queries and keys each" in output
+    for name in ("out", "dquery", "dkey", "dvalue"):
+        assert f"{name}: largest difference from one device" in output
+
+
+def test_decode_with_kv_cache() -> None:
+    sizes = "--prompt 40 --tokens 9 --capacity 70"
+    output = run_example("decode_with_kv_cache.py", *sizes.split())
+    assert "cache: 49 of 70 tokens" in output
+    assert "compiled 2 times: [(2, 40, 64), (2, 1, 64)]" in output
+    assert "tokens per second" in output
+
+
 @pytest.mark.parametrize("platforms", ["cpu", "flash_metal,cpu"])
 def test_training_learns_and_agrees_with_the_reference(platforms: str) -> None:
     sizes = "--batch 4 --length 40 --width 24 --heads 3 --layers 1 --sample 5"

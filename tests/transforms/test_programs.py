@@ -15,7 +15,9 @@ import pytest
 from jax_flash_metal import flash_attention
 
 B, T, S, N, K, H, V = 2, 37, 53, 6, 3, 64, 40
-FORWARD, BACKWARD = "jax_flash_metal_forward_v1", "jax_flash_metal_backward_v1"
+FORWARD, BACKWARD, GRADIENT = (
+    f"jax_flash_metal_{which}_v2" for which in ("forward", "backward", "gradient")
+)
 
 attend = functools.partial(flash_attention, is_causal=True, implementation="metal")
 
@@ -71,7 +73,63 @@ def test_gradient_step():
     for text in texts(gradient, structs((B,), (B,), (B,))).values():
         assert text.count(FORWARD) == 1
         assert text.count(BACKWARD) == 1
+        assert GRADIENT not in text
         assert_small(text)
+
+
+# Features with no array of q_len * kv_len elements in any pass.
+FEATURES = {
+    "q_offset": jnp.int32(3),
+    "sliding_window": (9, None),
+    "logits_soft_cap": 3.0,
+    "segment_ids": (jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32)),
+    "query_seq_lengths": jnp.full(B, T, jnp.int32),
+    "key_value_seq_lengths": jnp.full(B, S, jnp.int32),
+    "mask": jnp.ones((B, 1, 1, S), bool),
+    "dropout_rate": 0.2,
+    "dropout_key": jax.random.PRNGKey(0),
+}
+
+
+def test_features_need_no_big_array():
+    def with_features(differentiable, *qkv):
+        return jnp.sum(attend(*qkv, **FEATURES, **differentiable))
+
+    differentiable = {
+        "bias": jax.ShapeDtypeStruct((1, N, T, 1), jnp.bfloat16),
+        "sinks": jax.ShapeDtypeStruct((N,), jnp.float32),
+        "alibi_slopes": jax.ShapeDtypeStruct((N,), jnp.float32),
+    }
+    step = jax.grad(with_features, argnums=(0, 1, 2, 3))
+    operands = (differentiable, *structs((B,), (B,), (B,)))
+    for text in texts(step, operands).values():
+        assert text.count(FORWARD) == text.count(BACKWARD) == 1
+        assert text.count(GRADIENT) == 3
+        assert_small(text)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "backward_calls", "gradient_calls"),
+    [(0, 1, 0), (3, 0, 1), (4, 0, 1), ((2, 3), 1, 1), ((3, 4), 0, 2)],
+    ids=["query", "bias", "sinks", "value-bias", "bias-sinks"],
+)
+def test_no_call_for_a_gradient_that_nobody_asks_for(
+    argnums, backward_calls, gradient_calls
+):
+    """A constant bias costs nothing, nor do query, key and value that are constant."""
+
+    def with_bias(query, key, value, bias, sinks):
+        return jnp.sum(attend(query, key, value, bias, sinks=sinks))
+
+    operands = [
+        *structs((B,), (B,), (B,)),
+        jax.ShapeDtypeStruct((1, N, 1, S), jnp.float32),
+        jax.ShapeDtypeStruct((N,), jnp.float32),
+    ]
+    text = texts(jax.grad(with_bias, argnums), operands)["compiled"]
+    assert text.count(f'"{FORWARD}"') == 1
+    assert text.count(f'"{BACKWARD}"') == backward_calls
+    assert text.count(f'"{GRADIENT}"') == gradient_calls
 
 
 @pytest.mark.parametrize(
@@ -126,6 +184,25 @@ def test_vmap_copies_no_shared_operand(name):
             (1 if axis is None else 5, B, *operand.shape[-3:])
             for axis, operand in zip(in_axes, operands)
         ]
+
+
+def test_vmap_copies_no_mask_and_no_bias():
+    """Nor repeats what has size 1 in a dimension of the scores."""
+
+    def f(query, key, value, mask, bias):
+        return attend(query, key, value, bias, mask)
+
+    operands = [
+        *structs((5, B), (B,), (B,)),
+        jax.ShapeDtypeStruct((B, 1, 1, S), jnp.bool_),
+        jax.ShapeDtypeStruct((1, N, T, 1), jnp.bfloat16),
+    ]
+    mapped = jax.vmap(f, (0, None, None, None, None))
+    text = texts(mapped, operands)["lowered"]
+    call = next(line for line in text.splitlines() if FORWARD in line)
+    types = list(shapes(call.rsplit(": (", 1)[1].split("->")[0]))
+    # Operands in the order of the wire.
+    assert types[3:] == [(1, 1, N, T, 1), (1, B, 1, 1, S)]
 
 
 def test_unmapped_call_under_vmap_is_not_batched():

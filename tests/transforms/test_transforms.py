@@ -99,7 +99,7 @@ def directional(f, order):
     return f
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_gradient_of_gradient(attend, order):
     operands = qkv(1)
     ours = jax.jit(gradient_of(directional(loss(attend), order)))(*operands)
@@ -113,11 +113,18 @@ def gradient_of(f):
 
 
 SUBSETS = [
-    axes for n in (1, 2, 3) for axes in itertools.combinations(("q", "k", "v"), n)
+    "".join(axes) for n in (1, 2, 3) for axes in itertools.combinations("qkv", n)
 ]
 
 
-@pytest.mark.parametrize("mapped", SUBSETS, ids="".join)
+# Two are enough for every run: test_features.py maps any two operands of all.
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        s if s in ("k", "qv") else pytest.param(s, marks=pytest.mark.slow)
+        for s in SUBSETS
+    ],
+)
 def test_vmap_over_any_operands(attend, mapped):
     size = 4
     in_axes = tuple(0 if name in mapped else None for name in ("q", "k", "v"))
