@@ -53,7 +53,7 @@ Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
     operands[i] = {view.buffer, view.offset_bytes, SpecOf(spec.element, p).size_bytes};
   }
   for (const auto& [operand, scratch, size_bytes] : scratches) {
-    operands[static_cast<size_t>(operand)] = scratch->bound();
+    operands[Index(operand)] = scratch->bound();
   }
 
   std::unique_ptr<CommandBuffer> commands = device.NewCommandBuffer();
@@ -64,7 +64,7 @@ Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
     Dispatch dispatch;
     dispatch.pipeline = *pipeline;
     for (const Binding& binding : launch.bindings) {
-      const size_t i = static_cast<size_t>(binding.operand);
+      const size_t i = Index(binding.operand);
       const BoundOperand& operand = operands[i];
       const int64_t offset = launch.offsets[i] * operand.element_bytes;
       dispatch.buffers.push_back({static_cast<uint32_t>(binding.index), operand.buffer,

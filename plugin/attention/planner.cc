@@ -276,6 +276,12 @@ double NumVisiblePairs(const AttentionProblem& p) {
   return rows * (end - begin);
 }
 
+// The work of a launch that little more than reads: a GPU computes some 32 operations in the
+// time that a byte takes (the 7-core M1: 2.3 TFLOP/s, 68 GB/s).
+double BytesWork(int64_t count, int64_t bytes_each) {
+  return 32.0 * static_cast<double>(count) * static_cast<double>(bytes_each);
+}
+
 // Cuts a launch into parts of at most max_launch_work: whole batches while that is enough,
 // else heads, else blocks. Which threadgroup computes what, and so every bit, stays.
 void AppendInParts(const Launch& launch, std::vector<Launch>& launches) {
@@ -340,19 +346,24 @@ class PlanBuilder {
   int64_t mask_rows() const { return params_.mask.row == 0 ? 1 : CeilDiv(p_.q_len, kMaskBlock); }
   int64_t mask_cols() const { return params_.mask_col == 0 ? 1 : CeilDiv(p_.kv_len, kMaskBlock); }
 
+  // Of a block, all in all.
+  int64_t mask_block_bytes() const {
+    return (params_.mask.row == 0 ? 1 : kMaskBlock) * (params_.mask_col == 0 ? 1 : kMaskBlock);
+  }
+
   // Pairs of an inner batch index and a head that have elements of their own.
   int64_t NumPairs(const TensorStrides& strides) const {
     int64_t count = strides.head != 0 ? p_.num_heads : 1;
     for (int d = 0; d < params_.num_batch_dims; ++d) {
-      if (strides.batch[d] != 0) count *= params_.batch_sizes[d];
+      if (strides.batch[d] != 0) count *= dims_.sizes[num_outer_ + static_cast<size_t>(d)];
     }
     return count;
   }
 
-  // Whether the kernels can address all batch dimensions that a tensor is shared over.
+  // Whether a tensor is shared over a batch dimension that the kernels cannot address.
   bool IsSharedOverOuter(Operand operand) const {
     for (size_t k = 0; k < tensors_.size(); ++k) {
-      if (tensors_[k] != static_cast<size_t>(operand)) continue;
+      if (tensors_[k] != Index(operand)) continue;
       for (size_t i = 0; i < num_outer_; ++i) {
         if (dims_.strides[i][k] == 0) return true;
       }
@@ -360,10 +371,15 @@ class PlanBuilder {
     return false;
   }
 
+  // The work of a launch with so many operations per visible pair of query and key.
+  double PairWork(int64_t operations) const {
+    return static_cast<double>(operations) * NumVisiblePairs(p_) / NumOuter();
+  }
+
   // `grid` sees the variant, because a grid counts its blocks; without threadgroups there is
-  // no launch. `pair_work`: operations per visible pair of query and key.
+  // no launch.
   template <class Grid>
-  Status Add(const Kernel& kernel, std::vector<Binding> bindings, int64_t pair_work, Grid grid) {
+  Status Add(const Kernel& kernel, std::vector<Binding> bindings, double work, Grid grid) {
     Result<const Variant*> variant = FindVariant(kernel, p_);
     if (!variant.ok()) return variant.status();
     const Variant& v = **variant;
@@ -388,9 +404,19 @@ class PlanBuilder {
     launch.threadgroups = {static_cast<uint32_t>(x), static_cast<uint32_t>(y),
                            static_cast<uint32_t>(z)};
     launch.threads_per_threadgroup = {static_cast<uint32_t>(32 * v.num_simdgroups), 1, 1};
-    launch.work = static_cast<double>(pair_work) * NumVisiblePairs(p_) / NumOuter();
+    launch.work = work;
     launches_.push_back(std::move(launch));
     return {};
+  }
+
+  // A threadgroup per block of queries, head and batch index.
+  Status AddQueryBlocks(const Kernel& kernel, std::vector<Binding> bindings, double work) {
+    return Add(kernel, std::move(bindings), work,
+               [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
+                 x = CeilDiv(p_.q_len, v.block_q);
+                 y = p_.num_heads;
+                 z = inner_batch_;
+               });
   }
 
   // Repeats the launches for every index of the outer batch dimensions.
@@ -417,7 +443,7 @@ class PlanBuilder {
 
  private:
   void AddBinding(const Binding& binding, std::vector<Binding>& bindings) const {
-    if (IsGiven(static_cast<size_t>(binding.operand), p_)) bindings.push_back(binding);
+    if (IsGiven(Index(binding.operand), p_)) bindings.push_back(binding);
   }
 
   // Strides over the inner batch dimensions and heads for scratch of `pair_size` elements per
@@ -431,7 +457,8 @@ class PlanBuilder {
     };
     set(strides.head, like != nullptr ? like->head : 0, p_.num_heads);
     for (int d = params_.num_batch_dims - 1; d >= 0; --d) {
-      set(strides.batch[d], like != nullptr ? like->batch[d] : 0, params_.batch_sizes[d]);
+      set(strides.batch[d], like != nullptr ? like->batch[d] : 0,
+          dims_.sizes[num_outer_ + static_cast<size_t>(d)]);
     }
   }
 
@@ -469,14 +496,14 @@ Split SplitKeys(const AttentionProblem& p, int64_t inner_batch, int block_kv) {
 // The split kernel and its combine step; `row_width` is the length of a partial row.
 Status AddSplit(PlanBuilder& builder, Plan& plan, const AttentionProblem& p, const Kernel& kernel,
                 std::vector<Binding> bindings, const Kernel& combine,
-                std::vector<Binding> combine_bindings, int64_t row_width, int64_t pair_work) {
+                std::vector<Binding> combine_bindings, int64_t row_width, double work) {
   Split split{};
   const auto set_split = [&](AttentionParams& params) {
     params.num_splits = static_cast<int32_t>(split.num_splits);
     params.keys_per_split = static_cast<int32_t>(split.keys_per_split);
   };
   Status status = builder.Add(
-      kernel, std::move(bindings), pair_work,
+      kernel, std::move(bindings), work,
       [&](const Variant& v, AttentionParams& params, int64_t& x, int64_t& y, int64_t& z) {
         split = SplitKeys(p, builder.inner_batch(), v.block_kv);
         set_split(params);
@@ -504,7 +531,8 @@ Status AddMaskBlocks(PlanBuilder& builder, Plan& plan, const AttentionProblem& p
   plan.mask_blocks_bytes = num_pairs * builder.mask_rows() * builder.mask_cols();
   return builder.Add(
       kMaskBlocks,
-      {{JFM_BUFFER_MASK, Operand::kMask}, {JFM_BUFFER_MASK_BLOCKS, Operand::kMaskBlocks}}, 0,
+      {{JFM_BUFFER_MASK, Operand::kMask}, {JFM_BUFFER_MASK_BLOCKS, Operand::kMaskBlocks}},
+      BytesWork(plan.mask_blocks_bytes, builder.mask_block_bytes()),
       [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
         x = CeilDiv(builder.mask_cols(), v.num_simdgroups);
         y = builder.mask_rows();
@@ -514,16 +542,11 @@ Status AddMaskBlocks(PlanBuilder& builder, Plan& plan, const AttentionProblem& p
 
 Status AddDelta(PlanBuilder& builder, Plan& plan, const AttentionProblem& p) {
   plan.delta_bytes = builder.inner_rows() * 4;
-  return builder.Add(
+  return builder.AddQueryBlocks(
       kDelta,
       {{JFM_BUFFER_OUT, Operand::kOut}, {JFM_BUFFER_DOUT, Operand::kDout},
        {JFM_BUFFER_DLOGSUMEXP, Operand::kDlogsumexp}, {JFM_BUFFER_DELTA, Operand::kDelta}},
-      0,
-      [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
-        x = CeilDiv(p.q_len, v.block_q);
-        y = p.num_heads;
-        z = builder.inner_batch();
-      });
+      BytesWork(builder.inner_rows(), 2 * p.value_head_dim * SizeBytes(p.dtype)));
 }
 
 constexpr Binding kBackwardInputs[] = {
@@ -558,7 +581,7 @@ Status AddBiasGradient(PlanBuilder& builder, Plan& plan, const AttentionProblem&
       kBiasGradient,
       BackwardBindings({{JFM_BUFFER_PARTIAL, Operand::kPartial},
                         {JFM_BUFFER_GRADIENT, Operand::kGradient}}),
-      2 * (p.head_dim + p.value_head_dim),  // S, dP
+      builder.PairWork(2 * (p.head_dim + p.value_head_dim)),  // S, dP
       [&](const Variant& v, AttentionParams& params, int64_t& x, int64_t& y, int64_t& z) {
         const int64_t row_blocks = CeilDiv(p.q_len, v.block_q);
         const int64_t col_blocks = CeilDiv(p.kv_len, v.block_kv);
@@ -578,7 +601,12 @@ Status AddBiasGradient(PlanBuilder& builder, Plan& plan, const AttentionProblem&
         set_parts(params);
         y = num_parts;
       });
-  if (!status.ok() || num_parts == 1) return status;
+  if (!status.ok()) return status;
+  if (std::max(num_summed, blocks_per_part) > std::numeric_limits<int32_t>::max()) {
+    return InvalidArgument("the gradient of " + std::string(GradientName(p)) +
+                           " would be a sum over more than 2^31 - 1 blocks of scores at once.");
+  }
+  if (num_parts == 1) return {};
   plan.partial_bytes = num_parts * num_elements * 4;
   return builder.Add(
       kBiasGradientCombine,
@@ -597,7 +625,7 @@ Status AddSinksGradient(PlanBuilder& builder, const AttentionProblem& p, bool is
       kSinksGradient,
       {{JFM_BUFFER_SINKS, Operand::kSinks}, {JFM_BUFFER_LOGSUMEXP, Operand::kLogsumexp},
        {JFM_BUFFER_DELTA, Operand::kDelta}, {JFM_BUFFER_GRADIENT, Operand::kGradient}},
-      0,
+      BytesWork(builder.inner_rows(), 8),
       [&](const Variant&, AttentionParams& params, int64_t& x, int64_t& y, int64_t& z) {
         params.num_summed =
             is_empty || num_kept == 0 ? 0 : static_cast<int32_t>(pairs / num_kept);
@@ -612,7 +640,7 @@ Result<Plan> PlanForward(const AttentionProblem& p) {
   if (NumRows(p) == 0) return plan;
   PlanBuilder builder(p, kForwardPass);
   if (Status status = AddMaskBlocks(builder, plan, p); !status.ok()) return status;
-  const int64_t forward_work = 2 * (p.head_dim + p.value_head_dim);  // S and O
+  const double work = builder.PairWork(2 * (p.head_dim + p.value_head_dim));  // S and O
   Status status;
   if (p.q_len <= kShortQuery) {
     status = AddSplit(builder, plan, p, kShortForward,
@@ -624,19 +652,14 @@ Result<Plan> PlanForward(const AttentionProblem& p) {
                        {JFM_BUFFER_PARTIAL_SOFTMAX, Operand::kPartialSoftmax},
                        {JFM_BUFFER_OUT, Operand::kOut},
                        {JFM_BUFFER_LOGSUMEXP, Operand::kLogsumexp}},
-                      p.value_head_dim, forward_work);
+                      p.value_head_dim, work);
   } else {
-    status = builder.Add(
+    status = builder.AddQueryBlocks(
         kForward,
         {{JFM_BUFFER_QUERY, Operand::kQuery}, {JFM_BUFFER_KEY, Operand::kKey},
          {JFM_BUFFER_VALUE, Operand::kValue}, {JFM_BUFFER_OUT, Operand::kOut},
          {JFM_BUFFER_LOGSUMEXP, Operand::kLogsumexp}},
-        forward_work,
-        [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
-          x = CeilDiv(p.q_len, v.block_q);
-          y = p.num_heads;
-          z = builder.inner_batch();
-        });
+        work);
   }
   if (!status.ok()) return status;
   plan.launches = builder.Finish();
@@ -648,7 +671,7 @@ Result<Plan> PlanBackward(const AttentionProblem& p) {
   Plan plan;
   PlanBuilder builder(p, kBackwardPass);
   if (builder.inner_batch() == 0) return plan;
-  const int64_t dq_work = 4 * p.head_dim + 2 * p.value_head_dim;  // S, dP, dQ
+  const double dq_work = builder.PairWork(4 * p.head_dim + 2 * p.value_head_dim);  // S, dP, dQ
   Status status = AddMaskBlocks(builder, plan, p);
   if (!status.ok()) return status;
   if (p.q_len > 0) {
@@ -663,13 +686,8 @@ Result<Plan> PlanBackward(const AttentionProblem& p) {
                         p.head_dim, dq_work);
       plan.partial_softmax_bytes = 0;
     } else {
-      status = builder.Add(
-          kBackwardDq, BackwardBindings({{JFM_BUFFER_DQUERY, Operand::kDquery}}), dq_work,
-          [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
-            x = CeilDiv(p.q_len, v.block_q);
-            y = p.num_heads;
-            z = builder.inner_batch();
-          });
+      status = builder.AddQueryBlocks(
+          kBackwardDq, BackwardBindings({{JFM_BUFFER_DQUERY, Operand::kDquery}}), dq_work);
     }
     if (!status.ok()) return status;
   }
@@ -677,7 +695,7 @@ Result<Plan> PlanBackward(const AttentionProblem& p) {
       kBackwardDkv,
       BackwardBindings(
           {{JFM_BUFFER_DKEY, Operand::kDkey}, {JFM_BUFFER_DVALUE, Operand::kDvalue}}),
-      4 * (p.head_dim + p.value_head_dim),  // S, dP, dV, dK
+      builder.PairWork(4 * (p.head_dim + p.value_head_dim)),  // S, dP, dV, dK
       [&](const Variant& v, AttentionParams&, int64_t& x, int64_t& y, int64_t& z) {
         x = CeilDiv(p.kv_len, v.block_kv);
         y = p.num_kv_heads;
@@ -727,7 +745,7 @@ Result<Plan> PlanGradient(const AttentionProblem& problem) {
 Status CheckTogether(const AttentionProblem& p, std::initializer_list<Operand> group) {
   std::vector<std::string> names, given;
   for (Operand operand : group) {
-    const size_t tensor = static_cast<size_t>(operand);
+    const size_t tensor = Index(operand);
     names.push_back(kTensors[tensor].name);
     if (IsGiven(tensor, p)) given.push_back(names.back());
   }
@@ -740,6 +758,25 @@ std::string Text(double x) {
   char text[32];
   std::snprintf(text, sizeof(text), "%g", x);
   return text;
+}
+
+// More than any machine computes, and so little that 64 bits can count what a plan makes of it:
+// at most 2^10 times this, bytes of scratch.
+constexpr double kMaxScores = 0x1p52;
+
+Status CheckProduct(const AttentionProblem& p) {
+  double scores = 1;
+  const auto multiply = [&scores](int64_t size) {  // 0 does not hide what else is too large
+    scores *= static_cast<double>(std::max<int64_t>(size, 1));
+  };
+  for (int64_t size : p.batch_sizes) multiply(size);
+  for (int64_t size : {p.num_heads, p.q_len, p.kv_len}) multiply(size);
+  if (scores <= kMaxScores) return {};
+  return InvalidArgument("the batch sizes, num_heads, q_len and kv_len must have a product of at "
+                         "most 2^52, but got batch sizes [" + ListText(p.batch_sizes) +
+                         "], num_heads=" + std::to_string(p.num_heads) +
+                         ", q_len=" + std::to_string(p.q_len) +
+                         " and kv_len=" + std::to_string(p.kv_len) + ".");
 }
 
 Status CheckOptions(const AttentionProblem& p) {
@@ -774,14 +811,17 @@ Status CheckOptions(const AttentionProblem& p) {
 
 }  // namespace
 
-const Pass kForwardPass = {15, 15, 2, PlanForward};
-const Pass kBackwardPass = {19, 19, 3, PlanBackward};
-const Pass kGradientPass = {19, 22, 1, PlanGradient};
+const Pass kForwardPass = {Operand::kDropoutHeadIndices, Operand::kOut, Operand::kLogsumexp,
+                           PlanForward};
+const Pass kBackwardPass = {Operand::kDlogsumexp, Operand::kDquery, Operand::kDvalue,
+                            PlanBackward};
+const Pass kGradientPass = {Operand::kDlogsumexp, Operand::kGradient, Operand::kGradient,
+                            PlanGradient};
 
 std::vector<size_t> Pass::Tensors(const AttentionProblem& problem) const {
   std::vector<size_t> tensors;
   for (size_t i = 0; i < kTensors.size(); ++i) {
-    if (IsResult(i) || (i < num_operands && IsGiven(i, problem))) tensors.push_back(i);
+    if (IsResult(i) || (i <= Index(last_operand) && IsGiven(i, problem))) tensors.push_back(i);
   }
   return tensors;
 }
@@ -809,6 +849,7 @@ Status CheckProblem(const Pass& pass, const AttentionProblem& p) {
     return InvalidArgument(std::string("gradient_of names ") + GradientName(p) +
                            ", but the call has no operand " + GradientName(p) + ".");
   }
+  if (Status status = CheckProduct(p); !status.ok()) return status;
   return CheckOptions(p);
 }
 

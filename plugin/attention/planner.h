@@ -22,17 +22,6 @@ struct Variant {
   const char* host_name;
 };
 
-// What a kernel's buffer index is bound to: the tensors in the order of kTensors, then scratch.
-enum class Operand : uint8_t {
-  kQuery, kKey, kValue,
-  kBias, kMask, kQOffsets, kQSegmentIds, kKvSegmentIds, kQuerySeqLengths, kKeyValueSeqLengths,
-  kSinks, kAlibiSlopes, kDropoutKey, kDropoutBatchIndices, kDropoutHeadIndices,
-  kOut, kLogsumexp, kDout, kDlogsumexp, kDquery, kDkey, kDvalue, kGradient,
-  kDelta, kPartial, kPartialSoftmax, kMaskBlocks,
-};
-constexpr size_t kNumOperands = static_cast<size_t>(Operand::kMaskBlocks) + 1;
-static_assert(static_cast<size_t>(Operand::kDelta) == kTensors.size(), "as in kTensors");
-
 struct Binding {
   int index;  // [[buffer(index)]]
   Operand operand;
@@ -47,7 +36,7 @@ struct Launch {
   // per index of an outer batch dimension. Indexed by Operand.
   std::array<int64_t, kNumOperands> offsets;
   Size3 threadgroups, threads_per_threadgroup;
-  double work;  // floating-point operations of its matrix products, about
+  double work;  // about, as floating-point operations; 0: never long
 };
 
 struct Plan {
@@ -63,12 +52,12 @@ void SetMaxLaunchWork(double operations);
 // Which tensors a pass has, as ranges of kTensors, and what plans it. Operands that may be
 // missing are among them.
 struct Pass {
-  size_t num_operands;  // the first ones
-  size_t first_result, num_results;
+  Operand last_operand;  // all from the first one
+  Operand first_result, last_result;
   Result<Plan> (*plan)(const AttentionProblem&);
 
   bool IsResult(size_t tensor) const {
-    return tensor >= first_result && tensor < first_result + num_results;
+    return tensor >= Index(first_result) && tensor <= Index(last_result);
   }
   // The tensors of a problem, operands first.
   std::vector<size_t> Tensors(const AttentionProblem& problem) const;
@@ -78,7 +67,8 @@ extern const Pass kBackwardPass;
 extern const Pass kGradientPass;  // of bias, sinks or alibi_slopes
 
 // What every problem of the pass must fulfil before strides and memory are looked at: sizes,
-// and that the options and the operands belong together.
+// whose products 64 bits can count from here on, and that the options and the operands belong
+// together.
 Status CheckProblem(const Pass& pass, const AttentionProblem& problem);
 
 }  // namespace jfm

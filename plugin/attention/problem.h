@@ -37,10 +37,10 @@ struct AttentionProblem {
   int64_t head_dim = 0, value_head_dim = 0;
   float scale = 1;
   bool is_causal = false;
-  int64_t q_offset = 0;                           // unless the operand q_offsets is given
-  int64_t window_left = -1, window_right = -1;    // inclusive; -1: no limit
-  float logits_soft_cap = 0;                      // 0: none
-  double dropout_rate = 0;                        // with the three dropout operands
+  int64_t q_offset = 0;                         // unless the operand q_offsets is given
+  int64_t window_left = -1, window_right = -1;  // inclusive; -1: no limit
+  float logits_soft_cap = 0;                    // 0: none
+  double dropout_rate = 0;                      // with the three dropout operands
   Dtype bias_dtype = Dtype::kFloat32;
   // query [.., q_len, num_heads, head_dim], key [.., kv_len, num_kv_heads, head_dim], value
   // [.., kv_len, num_kv_heads, value_head_dim], out and dout like query with value_head_dim,

@@ -10,6 +10,18 @@
 
 namespace jfm {
 
+// What a kernel's buffer index is bound to: the tensors in the order of kTensors, then scratch.
+enum class Operand : uint8_t {
+  kQuery, kKey, kValue,
+  kBias, kMask, kQOffsets, kQSegmentIds, kKvSegmentIds, kQuerySeqLengths, kKeyValueSeqLengths,
+  kSinks, kAlibiSlopes, kDropoutKey, kDropoutBatchIndices, kDropoutHeadIndices,
+  kOut, kLogsumexp, kDout, kDlogsumexp, kDquery, kDkey, kDvalue, kGradient,
+  kDelta, kPartial, kPartialSoftmax, kMaskBlocks,
+};
+constexpr size_t Index(Operand operand) { return static_cast<size_t>(operand); }
+constexpr size_t kNumTensors = Index(Operand::kGradient) + 1;
+constexpr size_t kNumOperands = Index(Operand::kMaskBlocks) + 1;
+
 enum class Element : uint8_t { kProblem, kBias, kFloat32, kInt32, kUint32, kBool };
 
 struct ElementSpec {
@@ -19,12 +31,18 @@ struct ElementSpec {
 inline ElementSpec SpecOf(Dtype dtype) { return {Name(dtype), SizeBytes(dtype)}; }
 inline ElementSpec SpecOf(Element element, const AttentionProblem& problem) {
   switch (element) {
-    case Element::kProblem: return SpecOf(problem.dtype);
-    case Element::kBias: return SpecOf(problem.bias_dtype);
-    case Element::kFloat32: return {"float32", 4};
-    case Element::kInt32: return {"int32", 4};
-    case Element::kUint32: return {"uint32", 4};
-    case Element::kBool: return {"bool", 1};
+    case Element::kProblem:
+      return SpecOf(problem.dtype);
+    case Element::kBias:
+      return SpecOf(problem.bias_dtype);
+    case Element::kFloat32:
+      return {"float32", 4};
+    case Element::kInt32:
+      return {"int32", 4};
+    case Element::kUint32:
+      return {"uint32", 4};
+    case Element::kBool:
+      return {"bool", 1};
   }
   __builtin_unreachable();
 }
@@ -44,6 +62,7 @@ struct DimSpec {
 
 // Where a tensor stands in AttentionProblem, and what it is made of.
 struct TensorSpec {
+  Operand operand;
   const char* name;
   TensorView AttentionProblem::*view;
   Element element;
@@ -51,7 +70,9 @@ struct TensorSpec {
   DimSpec dims[3];
 };
 
-namespace dims {
+// The rows of kTensors, in short.
+namespace table {
+using O = Operand;
 using P = AttentionProblem;
 using V = TensorView;
 inline constexpr DimSpec kQueries = {"q_len", &P::q_len, &V::row_stride};
@@ -64,82 +85,83 @@ inline constexpr DimSpec kMaybeHeads = {"num_heads", &P::num_heads, &V::head_str
 inline constexpr DimSpec kMaybeQueries = {"q_len", &P::q_len, &V::row_stride, true};
 inline constexpr DimSpec kMaybeKeys = {"kv_len", &P::kv_len, &V::col_stride, true};
 inline constexpr DimSpec kKeyWords = {"2", nullptr, nullptr, false, 2};
-}  // namespace dims
 
-// In the order of the wire format and of Operand (planner.h). gradient has the row of the
-// operand whose gradient it is, see SpecOfTensor.
-inline constexpr std::array<TensorSpec, 23> kTensors = {{
-    {"query", &AttentionProblem::query, Element::kProblem, 3,
-     {dims::kQueries, dims::kHeads, dims::kWidth}},
-    {"key", &AttentionProblem::key, Element::kProblem, 3,
-     {dims::kKeys, dims::kKvHeads, dims::kWidth}},
-    {"value", &AttentionProblem::value, Element::kProblem, 3,
-     {dims::kKeys, dims::kKvHeads, dims::kValueWidth}},
-    {"bias", &AttentionProblem::bias, Element::kBias, 3,
-     {dims::kMaybeHeads, dims::kMaybeQueries, dims::kMaybeKeys}},
-    {"mask", &AttentionProblem::mask, Element::kBool, 3,
-     {dims::kMaybeHeads, dims::kMaybeQueries, dims::kMaybeKeys}},
-    {"q_offset", &AttentionProblem::q_offsets, Element::kInt32, 0, {}},
-    {"q_segment_ids", &AttentionProblem::q_segment_ids, Element::kInt32, 1, {dims::kQueries}},
-    {"kv_segment_ids", &AttentionProblem::kv_segment_ids, Element::kInt32, 1, {dims::kKeys}},
-    {"query_seq_lengths", &AttentionProblem::query_seq_lengths, Element::kInt32, 0, {}},
-    {"key_value_seq_lengths", &AttentionProblem::key_value_seq_lengths, Element::kInt32, 0, {}},
-    {"sinks", &AttentionProblem::sinks, Element::kFloat32, 1, {dims::kHeads}},
-    {"alibi_slopes", &AttentionProblem::alibi_slopes, Element::kFloat32, 1, {dims::kHeads}},
-    {"dropout_key", &AttentionProblem::dropout_key, Element::kUint32, 1, {dims::kKeyWords}},
-    {"dropout_batch_indices", &AttentionProblem::dropout_batch_indices, Element::kInt32, 0, {}},
-    {"dropout_head_indices", &AttentionProblem::dropout_head_indices, Element::kInt32, 1,
-     {dims::kHeads}},
-    {"out", &AttentionProblem::out, Element::kProblem, 3,
-     {dims::kQueries, dims::kHeads, dims::kValueWidth}},
-    {"logsumexp", &AttentionProblem::logsumexp, Element::kFloat32, 2,
-     {dims::kHeads, dims::kQueries}},
-    {"dout", &AttentionProblem::dout, Element::kProblem, 3,
-     {dims::kQueries, dims::kHeads, dims::kValueWidth}},
-    {"dlogsumexp", &AttentionProblem::dlogsumexp, Element::kFloat32, 2,
-     {dims::kHeads, dims::kQueries}},
-    {"dquery", &AttentionProblem::dquery, Element::kProblem, 3,
-     {dims::kQueries, dims::kHeads, dims::kWidth}},
-    {"dkey", &AttentionProblem::dkey, Element::kProblem, 3,
-     {dims::kKeys, dims::kKvHeads, dims::kWidth}},
-    {"dvalue", &AttentionProblem::dvalue, Element::kProblem, 3,
-     {dims::kKeys, dims::kKvHeads, dims::kValueWidth}},
-    {"gradient", &AttentionProblem::gradient, Element::kFloat32, 0, {}},
+// In the order of the wire format and of Operand. gradient has the row of the operand whose
+// gradient it is, see SpecOfTensor.
+inline constexpr std::array<TensorSpec, kNumTensors> kTensors = {{
+    {O::kQuery, "query", &P::query, Element::kProblem, 3, {kQueries, kHeads, kWidth}},
+    {O::kKey, "key", &P::key, Element::kProblem, 3, {kKeys, kKvHeads, kWidth}},
+    {O::kValue, "value", &P::value, Element::kProblem, 3, {kKeys, kKvHeads, kValueWidth}},
+    {O::kBias, "bias", &P::bias, Element::kBias, 3, {kMaybeHeads, kMaybeQueries, kMaybeKeys}},
+    {O::kMask, "mask", &P::mask, Element::kBool, 3, {kMaybeHeads, kMaybeQueries, kMaybeKeys}},
+    {O::kQOffsets, "q_offset", &P::q_offsets, Element::kInt32, 0, {}},
+    {O::kQSegmentIds, "q_segment_ids", &P::q_segment_ids, Element::kInt32, 1, {kQueries}},
+    {O::kKvSegmentIds, "kv_segment_ids", &P::kv_segment_ids, Element::kInt32, 1, {kKeys}},
+    {O::kQuerySeqLengths, "query_seq_lengths", &P::query_seq_lengths, Element::kInt32, 0, {}},
+    {O::kKeyValueSeqLengths, "key_value_seq_lengths", &P::key_value_seq_lengths,
+     Element::kInt32, 0, {}},
+    {O::kSinks, "sinks", &P::sinks, Element::kFloat32, 1, {kHeads}},
+    {O::kAlibiSlopes, "alibi_slopes", &P::alibi_slopes, Element::kFloat32, 1, {kHeads}},
+    {O::kDropoutKey, "dropout_key", &P::dropout_key, Element::kUint32, 1, {kKeyWords}},
+    {O::kDropoutBatchIndices, "dropout_batch_indices", &P::dropout_batch_indices,
+     Element::kInt32, 0, {}},
+    {O::kDropoutHeadIndices, "dropout_head_indices", &P::dropout_head_indices,
+     Element::kInt32, 1, {kHeads}},
+    {O::kOut, "out", &P::out, Element::kProblem, 3, {kQueries, kHeads, kValueWidth}},
+    {O::kLogsumexp, "logsumexp", &P::logsumexp, Element::kFloat32, 2, {kHeads, kQueries}},
+    {O::kDout, "dout", &P::dout, Element::kProblem, 3, {kQueries, kHeads, kValueWidth}},
+    {O::kDlogsumexp, "dlogsumexp", &P::dlogsumexp, Element::kFloat32, 2, {kHeads, kQueries}},
+    {O::kDquery, "dquery", &P::dquery, Element::kProblem, 3, {kQueries, kHeads, kWidth}},
+    {O::kDkey, "dkey", &P::dkey, Element::kProblem, 3, {kKeys, kKvHeads, kWidth}},
+    {O::kDvalue, "dvalue", &P::dvalue, Element::kProblem, 3, {kKeys, kKvHeads, kValueWidth}},
+    {O::kGradient, "gradient", &P::gradient, Element::kFloat32, 0, {}},
 }};
 
-// Every size of a problem, and the tensor (an index of kTensors) that it is read from
-// when tensors come with shapes.
+constexpr bool IsInOrder() {
+  for (size_t i = 0; i < kTensors.size(); ++i) {
+    if (Index(kTensors[i].operand) != i) return false;
+  }
+  return true;
+}
+static_assert(IsInOrder(), "the rows of kTensors are in the order of Operand");
+}  // namespace table
+using table::kTensors;
+
+// Every size of a problem, and the tensor that it is read from when tensors come with shapes.
 struct SizeSpec {
   const char* name;
   int64_t AttentionProblem::*size;
   int64_t min;
-  size_t source;
+  Operand source;
 };
 inline constexpr std::array<SizeSpec, 6> kSizes = {{
-    {"q_len", &AttentionProblem::q_len, 0, 0},
-    {"kv_len", &AttentionProblem::kv_len, 0, 1},
-    {"num_heads", &AttentionProblem::num_heads, 1, 0},
-    {"num_kv_heads", &AttentionProblem::num_kv_heads, 1, 1},
-    {"head_dim", &AttentionProblem::head_dim, 1, 0},
-    {"value_head_dim", &AttentionProblem::value_head_dim, 1, 2},
+    {"q_len", &AttentionProblem::q_len, 0, Operand::kQuery},
+    {"kv_len", &AttentionProblem::kv_len, 0, Operand::kKey},
+    {"num_heads", &AttentionProblem::num_heads, 1, Operand::kQuery},
+    {"num_kv_heads", &AttentionProblem::num_kv_heads, 1, Operand::kKey},
+    {"head_dim", &AttentionProblem::head_dim, 1, Operand::kQuery},
+    {"value_head_dim", &AttentionProblem::value_head_dim, 1, Operand::kValue},
 }};
 
 // The operands that a problem may be without: their bits in the masks of the wire format
 // and the C ABI start at 0 with the first of them.
-constexpr size_t kFirstOptional = 3;
-constexpr size_t kNumOptional = 12;
-constexpr size_t kGradientTensor = kTensors.size() - 1;
+constexpr size_t kFirstOptional = Index(Operand::kBias);
+constexpr size_t kNumOptional = Index(Operand::kDropoutHeadIndices) + 1 - kFirstOptional;
+constexpr size_t kGradientTensor = Index(Operand::kGradient);
 
 // Those that can have a gradient, in the order of GradientOf.
-inline constexpr size_t kDifferentiable[] = {3, 10, 11};
+inline constexpr size_t kDifferentiable[] = {
+    Index(Operand::kBias), Index(Operand::kSinks), Index(Operand::kAlibiSlopes)};
 
 inline size_t OperandOfGradient(const AttentionProblem& problem) {
   return kDifferentiable[static_cast<size_t>(problem.gradient_of)];
 }
 
+// The row of a tensor; that of the gradient as the problem asks for it.
 inline TensorSpec SpecOfTensor(size_t i, const AttentionProblem& problem) {
   if (i != kGradientTensor) return kTensors[i];
   TensorSpec spec = kTensors[OperandOfGradient(problem)];
+  spec.operand = kTensors[i].operand;
   spec.name = kTensors[i].name;
   spec.view = kTensors[i].view;
   return spec;

@@ -63,13 +63,13 @@ Status CheckRange(const std::string& name, int64_t value, int64_t min, int64_t m
 }
 
 Result<HostProblem> Decode(const JfmAttentionProblem& source, const Pass& pass) {
-  for (Status status : {CheckRange("dtype", source.dtype, JFM_FLOAT32, JFM_BFLOAT16),
-                        CheckRange("num_batch_dims", source.num_batch_dims, 0, kMaxBatchDims),
-                        CheckRange("is_causal", source.is_causal, 0, 1),
-                        CheckRange("operands", source.operands, 0, (1 << kNumOptional) - 1),
-                        CheckRange("bias_dtype", source.bias_dtype, JFM_FLOAT32, JFM_BFLOAT16),
-                        CheckRange("gradient_of", source.gradient_of, JFM_OF_BIAS,
-                                   JFM_OF_ALIBI_SLOPES)}) {
+  for (Status status :
+       {CheckRange("dtype", source.dtype, JFM_FLOAT32, JFM_BFLOAT16),
+        CheckRange("num_batch_dims", source.num_batch_dims, 0, kMaxBatchDims),
+        CheckRange("is_causal", source.is_causal, 0, 1),
+        CheckRange("operands", source.operands, 0, (1 << kNumOptional) - 1),
+        CheckRange("bias_dtype", source.bias_dtype, JFM_FLOAT32, JFM_BFLOAT16),
+        CheckRange("gradient_of", source.gradient_of, JFM_OF_BIAS, JFM_OF_ALIBI_SLOPES)}) {
     if (!status.ok()) return status;
   }
   HostProblem host;
@@ -148,8 +148,7 @@ Result<Plan> MakePlan(int number, const JfmAttentionProblem* problem) {
   return pass.plan(host->problem);
 }
 
-int Compile(int pass, const JfmAttentionProblem* problem, char* error,
-            size_t error_size) noexcept {
+int Compile(int pass, const JfmAttentionProblem* problem, char* error, size_t error_size) noexcept {
   const Status status = WithoutExceptions([&]() -> Status {
     Result<Plan> plan = MakePlan(pass, problem);
     if (!plan.ok()) return plan.status();

@@ -75,10 +75,10 @@ typedef struct {
   JfmTensor bias, mask, q_offsets, q_segment_ids, kv_segment_ids, query_seq_lengths,
       key_value_seq_lengths, sinks, alibi_slopes, dropout_key, dropout_batch_indices,
       dropout_head_indices;
-  JfmTensor out, logsumexp;   // results of forward, inputs of the others
-  JfmTensor dout, dlogsumexp;  // inputs of backward and gradient
+  JfmTensor out, logsumexp;        // results of forward, inputs of the others
+  JfmTensor dout, dlogsumexp;      // inputs of backward and gradient
   JfmTensor dquery, dkey, dvalue;  // results of backward
-  JfmTensor gradient;  // result of gradient: like the operand that gradient_of names
+  JfmTensor gradient;              // result of gradient: like the operand that gradient_of names
 } JfmAttentionProblem;
 
 const char* jfm_version(void);

@@ -192,7 +192,7 @@ FullSize FindFullSize(const std::vector<TensorArgument>& arguments, size_t dimen
 void ReadSizes(const std::vector<TensorArgument>& arguments, size_t num_batch_dims,
                AttentionProblem& problem) {
   for (const SizeSpec& size : kSizes) {
-    const TensorArgument& source = arguments[size.source];
+    const TensorArgument& source = arguments[Index(size.source)];
     for (size_t i = 0; i < source.spec.num_dims; ++i) {
       if (source.spec.dims[i].size != size.size) continue;
       problem.*size.size = source.buffer.shape[num_batch_dims + i];
@@ -203,8 +203,7 @@ void ReadSizes(const std::vector<TensorArgument>& arguments, size_t num_batch_di
   }
 }
 
-Status CheckInnerShape(const TensorArgument& argument,
-                       const std::vector<TensorArgument>& arguments,
+Status CheckInnerShape(const TensorArgument& argument, const std::vector<TensorArgument>& arguments,
                        const AttentionProblem& problem) {
   const TensorSpec& spec = argument.spec;
   const Shape& shape = argument.buffer.shape;
@@ -218,7 +217,7 @@ Status CheckInnerShape(const TensorArgument& argument,
     }
     size_t source = 0;
     for (const SizeSpec& s : kSizes) {
-      if (s.size == dim.size) source = s.source;
+      if (s.size == dim.size) source = Index(s.source);
     }
     const char* source_name = arguments[source].spec.name;
     return InvalidArgument(std::string(spec.name) + " must have the same " + dim.name + " as " +
@@ -266,8 +265,7 @@ Status DescribeMemory(const TensorArgument& argument, AttentionProblem& problem,
     }
   }
   int64_t size_bytes;
-  if (__builtin_mul_overflow(num_elements, SpecOf(spec.element, problem).size_bytes,
-                             &size_bytes)) {
+  if (__builtin_mul_overflow(num_elements, SpecOf(spec.element, problem).size_bytes, &size_bytes)) {
     return InvalidArgument(std::string(spec.name) + " has too many elements: shape " +
                            ShapeText(shape) + ".");
   }

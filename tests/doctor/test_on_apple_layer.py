@@ -110,6 +110,7 @@ def test_a_gpu_that_hangs(copy):
     assert "Timeout" not in proofs.read_text()
 
 
+@pytest.mark.slow
 def test_a_gpu_that_hangs_once(copy):
     """As when another program's fault ends all that runs on the GPU."""
     prepare = 'fake.fake_metal_fail(b"commit", 5, 1, 3, b"Caused GPU Timeout Error")'

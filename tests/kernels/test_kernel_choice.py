@@ -170,5 +170,7 @@ def test_a_sum_over_an_outer_batch_dim_is_refused():
         bias="float32",
         feature_batch={"bias": (1, 3, 2, 3, 2, 3)},
     )
-    with pytest.raises(native.NativeError, match="cannot be summed over outer batch dimensions"):
+    with pytest.raises(
+        native.NativeError, match="cannot be summed over outer batch dimensions"
+    ):
         run_case(native, case)

@@ -13,6 +13,7 @@ from tests.packaging.conftest import pip, run
 pytestmark = pytest.mark.xdist_group("packaging")
 
 
+@pytest.mark.slow
 def test_doctor_passes(wheel: Path, fresh_python: Path, tmp_path: Path) -> None:
     pip("--python", fresh_python, "install", "--no-deps", wheel, cwd=tmp_path)
     report = tmp_path / "report.txt"

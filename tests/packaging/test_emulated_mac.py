@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -36,29 +37,59 @@ def shape_of(q_len: int, dtype: str = "float32") -> CallShape:
     return CallShape(dtype, q_len, 53, 4, 2, 64, 64)
 
 
-def make_problem(mac: EmulatedMac, q_len: int, backward: bool = False) -> int:
+def make_problem(
+    mac: EmulatedMac, which: str, q_len: int, *, has_options: bool = False
+) -> int:
     """A causal pass with a batch of 2; its tensors in the emulator's memory."""
-    like_query, like_key = (2, q_len, 4, 64), (2, 53, 2, 64)
-    shapes = {"query": like_query, "key": like_key, "value": like_key}
-    names = attention_library.FORWARD_RESULTS
-    if backward:
-        rows = (2, 4, q_len)
-        shapes |= {"out": like_query, "dout": like_query}
-        shapes |= {"logsumexp": rows, "dlogsumexp": rows}
-        names = attention_library.BACKWARD_RESULTS
-    operands = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    problem = attention_library.make_problem(operands, is_causal=True)
-    attention_library.attach_results(problem, operands, names)
-    for name in (*operands, *names):
+    problem, tensors = describe_problem(which, q_len, has_options)
+    for name in tensors:
         tensor = getattr(problem, name)
         tensor.data = mac.import_malloc(tensor.size_bytes)
     return mac.put(bytes(problem))
 
 
-def kernels_of(library: Path, shape: CallShape, backward: bool = False) -> list[str]:
+def describe_problem(
+    which: str, q_len: int, has_options: bool
+) -> tuple[attention_library.Problem, list[str]]:
+    """The problem, and the names of its tensors."""
+    like_query, like_key = (2, q_len, 4, 64), (2, 53, 2, 64)
+    shapes = {"query": like_query, "key": like_key, "value": like_key}
+    if which != "forward":
+        rows = (2, 4, q_len)
+        shapes |= {"out": like_query, "dout": like_query}
+        shapes |= {"logsumexp": rows, "dlogsumexp": rows}
+    operands = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    optional = options(q_len) if has_options else {}
+    problem = attention_library.make_problem(operands, is_causal=True, **optional)
+    names = {
+        "forward": attention_library.FORWARD_RESULTS,
+        "backward": attention_library.BACKWARD_RESULTS,
+        "gradient": ("gradient",),
+    }[which]
+    if which == "gradient":
+        attention_library.attach_gradient(problem, "bias", optional["bias"])
+    else:
+        attention_library.attach_results(problem, operands, names)
+    return problem, [*operands, *optional, *names]
+
+
+def options(q_len: int) -> dict[str, np.ndarray]:
+    """Some operands of different types and sizes."""
+    return {
+        "bias": np.zeros((1, 4, q_len, 53), np.float16),
+        "mask": np.zeros((2, 1, 1, 53), bool),
+        "key_value_seq_lengths": np.zeros(2, np.int32),
+        "sinks": np.zeros((1, 4), np.float32),
+    }
+
+
+def kernels_of(
+    library: Path, which: str, q_len: int, *, has_options: bool = False
+) -> list[str]:
     """What the library for Linux plans."""
     linux = AttentionLibrary(ctypes.CDLL(str(library)))
-    return linux.kernels(attention_library.shape_problem(shape), backward)
+    problem, _ = describe_problem(which, q_len, has_options)
+    return linux.kernels(problem, which)
 
 
 def text_of(mac: EmulatedMac, name: str, *arguments: int) -> tuple[int, str]:
@@ -84,16 +115,30 @@ def test_versions_are_those_of_the_library_for_linux(
         assert mac.text(mac.call(name)) == getattr(linux, name)().decode()
 
 
-@pytest.mark.parametrize("dtype", attention_library.DTYPES)
-@pytest.mark.parametrize("q_len", [1, 5, 37, 1024])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
 def test_the_planner_chooses_the_same_kernels(
-    mac: EmulatedMac, library: Path, dtype: str, q_len: int, backward: bool
+    mac: EmulatedMac, library: Path, number: int
 ) -> None:
-    shape = shape_of(q_len, dtype)
-    place = mac.put(bytes(attention_library.shape_problem(shape)))
-    code, text = text_of(mac, "jfm_attention_kernels", place, int(backward))
-    assert (code, text.splitlines()) == (0, kernels_of(library, shape, backward))
+    linux = AttentionLibrary(ctypes.CDLL(str(library)))
+    for dtype, q_len in itertools.product(attention_library.DTYPES, (5, 37)):
+        problem = attention_library.shape_problem(shape_of(q_len, dtype))
+        place = mac.put(bytes(problem))
+        code, text = text_of(mac, "jfm_attention_kernels", place, number)
+        kernels = linux.kernels(problem, attention_library.PASSES[number])
+        assert (code, text.splitlines()) == (0, kernels)
+
+
+@pytest.mark.parametrize("q_len", [5, 37])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_planner_chooses_the_same_kernels_for_options(
+    mac: EmulatedMac, library: Path, q_len: int, number: int
+) -> None:
+    which = attention_library.PASSES[number]
+    place = make_problem(mac, which, q_len, has_options=True)
+    code, text = text_of(mac, "jfm_attention_kernels", place, number)
+    kernels = kernels_of(library, which, q_len, has_options=True)
+    assert (code, text.splitlines()) == (0, kernels)
+    assert len(kernels) > 1
 
 
 def test_wrong_sizes_are_refused_in_words(mac: EmulatedMac) -> None:
@@ -390,9 +435,9 @@ def test_facts_of_the_device(mac: EmulatedMac) -> None:
 
 def test_a_forward_pass(mac: EmulatedMac, library: Path) -> None:
     recorder = Recorder(mac)
-    (kernel,) = kernels_of(library, shape_of(37))
+    (kernel,) = kernels_of(library, "forward", 37)
     (row,) = (row for row in build.load_variants() if row.host_name == kernel)
-    problem = make_problem(mac, 37)
+    problem = make_problem(mac, "forward", 37)
     assert text_of(mac, "jfm_attention_forward", problem) == (0, "")
 
     words = [word for word, _ in recorder.log]
@@ -417,13 +462,25 @@ def test_a_forward_pass(mac: EmulatedMac, library: Path) -> None:
     assert strides == (37 * 4 * 64, 0, 0, 0, 64, 4 * 64)
 
 
-@pytest.mark.parametrize("q_len", [5, 37])
-def test_a_backward_pass(mac: EmulatedMac, library: Path, q_len: int) -> None:
+@pytest.mark.parametrize(
+    ("which", "q_len", "has_options"),
+    [
+        # That with options has its kernels.
+        pytest.param("backward", 5, False, marks=pytest.mark.slow),
+        ("backward", 37, False),
+        ("forward", 37, True),
+        ("backward", 5, True),
+        ("gradient", 37, True),
+    ],
+)
+def test_a_pass_of_several_kernels(
+    mac: EmulatedMac, library: Path, which: str, q_len: int, has_options: bool
+) -> None:
     recorder = Recorder(mac)
-    kernels = kernels_of(library, shape_of(q_len), backward=True)
+    kernels = kernels_of(library, which, q_len, has_options=has_options)
     assert len(kernels) > 1
-    problem = make_problem(mac, q_len, backward=True)
-    assert text_of(mac, "jfm_attention_backward", problem) == (0, "")
+    problem = make_problem(mac, which, q_len, has_options=has_options)
+    assert text_of(mac, f"jfm_attention_{which}", problem) == (0, "")
     rows = {row.host_name: row for row in build.load_variants()}
     sources = [rows[kernel].instantiation() for kernel in dict.fromkeys(kernels)]
     assert [s[-len(end) :] for s, end in zip(recorder.sources, sources)] == sources
@@ -432,9 +489,30 @@ def test_a_backward_pass(mac: EmulatedMac, library: Path, q_len: int) -> None:
     assert [word for word, _ in recorder.log].count("commit") == 1
 
 
+def test_what_is_given_is_bound(mac: EmulatedMac) -> None:
+    """And no more: the kernel has no such arguments then."""
+    recorder = Recorder(mac)
+    problem = make_problem(mac, "forward", 37, has_options=True)
+    assert text_of(mac, "jfm_attention_forward", problem) == (0, "")
+    words = [word for word, _ in recorder.log]
+    # The mask's summary, then the pass: five of its own, three operands of the scores,
+    # the summary and the sinks.
+    first, second = (i for i, word in enumerate(words) if word == "dispatch")
+    encoded = Counter(words[first + 1 : second])
+    assert (encoded["buffer"], encoded["bytes"]) == (5 + 3 + 1 + 1, 1)
+    constants = [values for word, values in recorder.log if word == "constant"]
+    last = {index: (kind, value) for index, kind, value in constants}
+    assert last[5] == (53, 1)  # has_bias, a bool
+    assert last[6] == (29, 1)  # bias_dtype, an int: float16
+    assert {i: last[i][1] for i in range(7, 17)} == {
+        **dict.fromkeys((7, 11, 12), 1),  # mask, key-value lengths, sinks
+        **dict.fromkeys((8, 9, 10, 13, 14, 15, 16), 0),
+    }
+
+
 def test_a_second_pass_leaves_no_object(mac: EmulatedMac) -> None:
     recorder = Recorder(mac)
-    problem = make_problem(mac, 37)
+    problem = make_problem(mac, "forward", 37)
     assert text_of(mac, "jfm_attention_forward", problem) == (0, "")
     first = recorder.count()
     assert (first["state"], first["MTLCommandBuffer"], first["NSString"]) == (1, 0, 0)

@@ -19,8 +19,9 @@ ABI = {
     *("jfm_version", "jfm_abi_version", "jfm_set_threads"),
     *("jfm_attention_forward", "jfm_attention_backward", "jfm_attention_compile"),
     *("jfm_attention_kernels", "jfm_device_facts", "jfm_kernel_digest"),
-    "jfm_set_cache_folder",
-    *("jax_flash_metal_forward_v1", "jax_flash_metal_backward_v1"),
+    *("jfm_attention_gradient", "jfm_set_cache_folder"),
+    *("jax_flash_metal_forward_v2", "jax_flash_metal_backward_v2"),
+    "jax_flash_metal_gradient_v2",
     *("GetPjrtApi", "jfm_pjrt_configure", "jfm_pjrt_reply"),
     *("jfm_pjrt_register_handler", "jfm_pjrt_register_type"),
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ def random_operands(seed: int = 0) -> dict[str, np.ndarray]:
 
 def test_layout_of_the_structs() -> None:
     # plugin/c_api/c_api.cc asserts the same sizes.
-    assert (ctypes.sizeof(Tensor), ctypes.sizeof(Problem)) == (168, 1880)
+    assert (ctypes.sizeof(Tensor), ctypes.sizeof(Problem)) == (176, 4288)
 
 
 def test_version() -> None:
@@ -88,6 +90,140 @@ def test_batch_dimensions(num_batch_dims: int) -> None:
         expected_out, expected_logsumexp = native.run_forward(**one)
         np.testing.assert_array_equal(out[index], expected_out)
         np.testing.assert_array_equal(logsumexp[index], expected_logsumexp)
+
+
+# -- Optional operands ---------------------------------------------------------------
+
+
+def all_options(*batch: int) -> dict[str, Any]:
+    """Every option and optional operand for random_operands, in full size."""
+    rng = np.random.default_rng(2)
+    batch = batch or (2,)
+
+    def floats(*shape: int) -> np.ndarray:
+        return rng.standard_normal((*batch, *shape), np.float32)
+
+    def ints(*shape: int) -> np.ndarray:
+        return np.array(rng.integers(0, 2, (*batch, *shape)), np.int32)
+
+    return {
+        "is_causal": True,
+        "q_offset": ints(),
+        "sliding_window": (4, None),
+        "logits_soft_cap": 2.0,
+        "dropout_rate": 0.25,
+        "bias": floats(6, 5, 7),
+        "mask": rng.random((*batch, 6, 5, 7)) < 0.8,
+        "q_segment_ids": ints(5),
+        "kv_segment_ids": ints(7),
+        "query_seq_lengths": ints() + 4,
+        "key_value_seq_lengths": ints() + 5,
+        "sinks": floats(6),
+        "alibi_slopes": floats(6),
+        "dropout_key": rng.integers(0, 2**32, (*batch, 2), np.uint32),
+        "dropout_batch_indices": ints(),
+        "dropout_head_indices": ints(6) + np.arange(6, dtype=np.int32),
+    }
+
+
+def results_of(options: dict[str, Any]) -> list[np.ndarray]:
+    """All results of all passes."""
+    operands = list(random_operands().values())
+    forward = native.run_forward(*operands, **options)
+    operands += [*forward, *forward[:1], np.ones_like(forward[1])]
+    return [
+        *forward,
+        *native.run_backward(*operands, **options),
+        *(native.run_gradient(of, *operands, **options) for of in DIFFERENTIABLE),
+    ]
+
+
+DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")
+ARRAYS = [name for name, x in all_options().items() if isinstance(x, np.ndarray)]
+
+
+def assert_same_bits(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for x, want in zip(actual, expected):
+        np.testing.assert_array_equal(x, want)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_strided_optional_operand_equals_a_copy(name: str) -> None:
+    options = all_options()
+    x = options[name]
+    # Between others along all axes but the last, which is dense.
+    around = [(1, 1)] * (x.ndim - 1) + [(2, 3)]
+    if name not in ("bias", "mask", "dropout_key"):
+        around[-1] = (1, 1)
+    wide = np.pad(x, around, constant_values=77)
+    strided = wide[tuple(slice(a, -b) for a, b in around)]
+    assert_same_bits(results_of({**options, name: strided}), results_of(options))
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [(name, axis) for name in ("bias", "mask") for axis in range(4)]
+    + [(name, 0) for name in ARRAYS if name not in ("bias", "mask")],
+)
+def test_shared_optional_operand_equals_copies(name: str, axis: int) -> None:
+    options = all_options()
+    one = np.take(options[name], [0], axis)
+    view = np.broadcast_to(one, options[name].shape)
+    expected = results_of({**options, name: view.copy()})
+    # The gradients first: that of an operand of size 1 is the sum over its copies.
+    for of, copies in zip(DIFFERENTIABLE, expected[5:]):
+        if of == name:
+            total = results_of({**options, name: one})[5 + DIFFERENTIABLE.index(of)]
+            want = copies.sum(axis, keepdims=True, dtype=np.float32)
+            np.testing.assert_allclose(total, want, rtol=1e-4, atol=1e-5)
+    for shared in (one, view):
+        actual = results_of({**options, name: shared})
+        assert_same_bits(actual[:5], expected[:5])
+
+
+def test_many_batch_dimensions_with_all_options() -> None:
+    """Each operand is shared over dimensions of its own: few of them merge."""
+    sizes = (2, 1, 2, 1, 2, 2, 2)
+    rng = np.random.default_rng(3)
+    options = all_options(*sizes)
+    plain = {k: v for k, v in options.items() if k not in ARRAYS}
+    inner = {name: x.shape[1:] for name, x in random_operands().items()}
+    arrays = {
+        n: rng.standard_normal((*sizes, *s), np.float32) for n, s in inner.items()
+    }
+    for name, x in (arrays | {name: options[name] for name in ARRAYS}).items():
+        ends = rng.integers(1, np.array(sizes) + 1)
+        arrays[name] = x[tuple(slice(end) for end in ends)]
+    actual = native.run_forward(**arrays, **plain)
+    for index in np.ndindex(*sizes):
+        one = {
+            name: np.array(x[tuple(i % n for i, n in zip(index, x.shape))])
+            for name, x in arrays.items()
+        }
+        for result, want in zip(actual, native.run_forward(**one, **plain)):
+            np.testing.assert_array_equal(result[index], want)
+
+
+@pytest.mark.parametrize("of", DIFFERENTIABLE)
+def test_gradient_summed_over_any_dimensions(of: str) -> None:
+    sizes = (2, 3, 2)
+    rng = np.random.default_rng(4)
+    options = all_options(*sizes)
+    inner = {name: x.shape[1:] for name, x in random_operands().items()}
+    operands = [rng.standard_normal((*sizes, *s), np.float32) for s in inner.values()]
+    operands += native.run_forward(*operands, **options)
+    operands += [rng.standard_normal(x.shape, np.float32) for x in operands[3:]]
+    whole = native.run_gradient(of, *operands, **options)
+    exact = whole.astype(np.float64)
+    num_inner = whole.ndim - len(sizes)
+    for axes in itertools.product((False, True), repeat=whole.ndim):
+        if num_inner == 1 and axes[-1]:
+            continue  # one per head, always
+        summed = tuple(i for i, is_summed in enumerate(axes) if is_summed)
+        shape = [1 if i in summed else n for i, n in enumerate(whole.shape)]
+        gradient = native.run_gradient(of, *operands, shape=shape, **options)
+        want = exact.sum(summed, keepdims=True)
+        np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-4)
 
 
 # -- Bad problems --------------------------------------------------------------------
@@ -157,6 +293,177 @@ BAD = {
 }
 
 
+def full_problem() -> tuple[Problem, list[Any]]:
+    """The forward pass with everything, and what it points into."""
+    operands, options = random_operands(), all_options()
+    problem = native.make_problem(operands, **options)
+    results = native.attach_results(problem, operands, native.FORWARD_RESULTS)
+    return problem, [operands, options, results]
+
+
+BAD_OPTIONS = {
+    "operands must be from 0 to 4095, but got -1.": of("operands", -1),
+    "bias_dtype must be from 0 to 2, but got 3.": of("bias_dtype", 3),
+    "gradient_of must be from 0 to 2, but got -1.": of("gradient_of", -1),
+    "num_batch_dims of mask must be the problem's, 1, but got 0.": on(
+        "mask", "num_batch_dims", 0
+    ),
+    "size_bytes of sinks must be at least 0, but got -1.": on(
+        "sinks", "size_bytes", -1
+    ),
+    "column stride of bias must be 0 or 1, but got 2.": on("bias", "col_stride", 2),
+    "column stride of mask must be 0 or 1, but got -1.": on("mask", "col_stride", -1),
+    "row stride of q_segment_ids must be at least 0, but got -1.": on(
+        "q_segment_ids", "row_stride", -1
+    ),
+    "head stride of alibi_slopes must be at least 0, but got -6.": on(
+        "alibi_slopes", "head_stride", -6
+    ),
+    "batch stride 0 of q_offset must be at least 0, but got -1.": batch_stride(
+        "q_offsets", -1
+    ),
+    "bias must have memory for at least 420 float32 elements, but got 1676 bytes.": on(
+        "bias", "size_bytes", 1676
+    ),
+    "bias must have memory for at least 420 float16 elements, but got 838 bytes.": (
+        lambda p: (of("bias_dtype", 1)(p), on("bias", "size_bytes", 838)(p))
+    ),
+    "mask must have memory for at least 420 bool elements, but got 419 bytes.": on(
+        "mask", "size_bytes", 419
+    ),
+    "q_offset must have memory for at least 2 int32 elements, but got 7 bytes.": on(
+        "q_offsets", "size_bytes", 7
+    ),
+    "kv_segment_ids must have memory for at least 14 int32 elements, but got a null "
+    "pointer.": on("kv_segment_ids", "data", None),
+    "dropout_key must have memory for at least 4 uint32 elements, but got 12 bytes.": (
+        on("dropout_key", "size_bytes", 12)
+    ),
+    "dropout_head_indices must have memory for at least 37 int32 elements, but got 48 "
+    "bytes.": on("dropout_head_indices", "head_stride", 6),
+    "sinks has more elements than 64 bits can count.": on(
+        "sinks", "head_stride", 2**62
+    ),
+    "q_segment_ids, kv_segment_ids must be given together, but got only "
+    "q_segment_ids.": of("operands", 0xFFF & ~(1 << 4)),
+    "dropout_key, dropout_batch_indices, dropout_head_indices must be given together, "
+    "but got only dropout_key, dropout_head_indices.": of(
+        "operands", 0xFFF & ~(1 << 10)
+    ),
+    "dropout_rate must be above 0 and below 1 with dropout operands, but got -0.5.": of(
+        "dropout_rate", -0.5
+    ),
+    "dropout_rate must be 0 without dropout operands, but got 0.25.": of(
+        "operands", 0x1FF
+    ),
+    "window_left must be at least -1 (no limit), but got -2.": of("window_left", -2),
+    "window_right must be at least -1 (no limit), but got -3.": of("window_right", -3),
+    "logits_soft_cap must be finite and at least 0 (none), but got nan.": of(
+        "logits_soft_cap", float("nan")
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD_OPTIONS)
+def test_bad_options(sentence: str) -> None:
+    problem, _alive = full_problem()
+    BAD_OPTIONS[sentence](problem)
+    with pytest.raises(NativeError) as caught:
+        native.call("jfm_attention_forward", problem)
+    assert str(caught.value) == sentence
+    assert caught.value.code == INVALID_ARGUMENT
+
+
+def test_operands_that_are_not_given_are_not_looked_at() -> None:
+    problem, alive = full_problem()
+    problem.operands = 0
+    problem.dropout_rate = 0
+    for name in (*ARRAYS, "q_offsets"):
+        if name != "q_offset":
+            setattr(problem, name, Tensor(num_batch_dims=-7))
+    native.call("jfm_attention_forward", problem)
+    assert np.isfinite(alive[2]["out"]).all()
+
+
+def gradient_problem(of: str) -> tuple[Problem, list[Any]]:
+    operands, options = random_operands(), all_options()
+    out = np.ones((2, 5, 6, 4), np.float32)
+    logsumexp = np.ones((2, 6, 5), np.float32)
+    operands |= {"out": out, "logsumexp": logsumexp, "dout": out}
+    operands["dlogsumexp"] = logsumexp
+    problem = native.make_problem(operands, **options)
+    gradient = native.attach_gradient(problem, of, options[of])
+    return problem, [operands, options, gradient]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence", "change"),
+    [
+        (
+            "sinks",
+            "gradient_of names sinks, but the call has no operand sinks.",
+            of("operands", 0xFFF & ~(1 << 7)),
+        ),
+        (
+            "bias",
+            "gradient must have memory for at least 420 float32 elements, but got 1676 "
+            "bytes.",
+            on("gradient", "size_bytes", 1676),
+        ),
+        (
+            "alibi_slopes",
+            "gradient must have memory for at least 12 float32 elements, but got a "
+            "null pointer.",
+            on("gradient", "data", None),
+        ),
+        (
+            "bias",
+            "row stride of gradient must be at least 0, but got -7.",
+            on("gradient", "row_stride", -7),
+        ),
+        (
+            "bias",
+            "column stride of gradient must be 0 or 1, but got 5.",
+            on("gradient", "col_stride", 5),
+        ),
+    ],
+)
+def test_bad_gradient(
+    name: str, sentence: str, change: Callable[[Problem], None]
+) -> None:
+    problem, _alive = gradient_problem(name)
+    native.call("jfm_attention_gradient", problem)
+    change(problem)
+    with pytest.raises(NativeError) as caught:
+        native.call("jfm_attention_gradient", problem)
+    assert str(caught.value) == sentence
+
+
+def test_a_gradient_cannot_be_summed_over_outer_batch_dimensions() -> None:
+    """More of them than the kernels address, and nothing merges."""
+    operands, options = random_operands(), all_options()
+    first = {name: x[0] for name, x in operands.items()}
+    bias = options["bias"][0]
+    batch = (2, 3, 2, 3, 2)
+    for i, name in enumerate(first):
+        shape = [1 if axis % 2 == i % 2 else n for axis, n in enumerate(batch)]
+        first[name] = np.ones((*shape, *first[name].shape), np.float32)
+    out = np.ones((*batch, 5, 6, 4), np.float32)
+    logsumexp = np.ones((*batch, 6, 5), np.float32)
+    arguments = (*first.values(), out, logsumexp, out)
+    whole = np.broadcast_to(bias, (*batch, *bias.shape))
+    gradient = native.run_gradient("bias", *arguments, bias=whole)
+    assert np.isfinite(gradient).all()
+    with pytest.raises(NativeError) as caught:
+        native.run_gradient(
+            "bias", *arguments, bias=whole, shape=(1, *batch[1:], *bias.shape)
+        )
+    assert str(caught.value) == (
+        "the gradient of bias cannot be summed over outer batch dimensions of a call "
+        "with more than 4 of them, but got batch sizes [2, 3, 2, 3, 2]."
+    )
+
+
 @pytest.mark.parametrize("sentence", BAD)
 def test_bad_problem(sentence: str) -> None:
     problem, _ = good_problem()
@@ -201,15 +508,27 @@ def test_compile_runs_nothing() -> None:
     problem, arrays = good_problem()
     error = ctypes.create_string_buffer(b"old news", 64)
     function = native.load().jfm_attention_compile
-    for backward in (0, 1):
-        problem.head_dim = 8
+    problem.bias = problem.gradient = Tensor(num_batch_dims=1, col_stride=1)
+    for number in range(len(native.PASSES)):
+        problem.operands = 1 if native.PASSES[number] == "gradient" else 0
         attach_backward(problem)
-        assert function(ctypes.byref(problem), backward, error, len(error)) == 0
+        assert function(ctypes.byref(problem), number, error, len(error)) == 0
         assert error.value == b""
     assert np.isnan(arrays[-2]).all()
     problem.head_dim = 257
     assert function(ctypes.byref(problem), 0, error, len(error)) == INVALID_ARGUMENT
     assert error.value.startswith(b"head_dim must be between 1 and 256")
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_unknown_pass(number: int) -> None:
+    problem, _ = good_problem()
+    text = ctypes.create_string_buffer(64)
+    for name in ("kernels", "compile"):
+        function = getattr(native.load(), f"jfm_attention_{name}")
+        code = function(ctypes.byref(problem), number, text, len(text))
+        assert code == INVALID_ARGUMENT
+        assert text.value == b"pass must be from 0 to 2, but got %d." % number
 
 
 def attach_backward(problem: Problem) -> None:

@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 
 from jax_flash_metal import platforms
-from tests.support.ffi_call import BACKWARD, FORWARD, assert_good_call_works, call
+from tests.support.ffi_call import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    assert_good_call_works,
+    call,
+)
 
-KNOWN = "the attributes are version, scale, is_causal, q_offset."
+KNOWN = (
+    "the attributes are version, scale, is_causal, q_offset, window_left, "
+    "window_right, logits_soft_cap, dropout_rate, operands."
+)
+DROPOUT = ("dropout_key", "dropout_batch_indices", "dropout_head_indices")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +37,7 @@ class Case:
     shapes: dict[str, Any] = dataclasses.field(default_factory=dict)
     dtypes: dict[str, Any] = dataclasses.field(default_factory=dict)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optional: tuple[str, ...] = ()
 
 
 CASES = [
@@ -42,9 +53,9 @@ CASES = [
     ),
     Case(
         "attribute-version-other",
-        "attribute version must be 1, the version of this library, but got 2: the "
+        "attribute version must be 2, the version of this library, but got 3: the "
         "Python package and its library are of different releases.",
-        attributes={"version": np.int64(2), "extra": "from the future"},
+        attributes={"version": np.int64(3), "extra": "from the future"},
     ),
     Case(
         "attribute-unknown",
@@ -206,20 +217,26 @@ CASES = [
     ),
     Case(
         "batch-of-operand",
-        "batch dimension 0 of value must be 2 as in the result out or 1 (shared), but "
-        "got out of shape [2, 5, 6, 4] and value of shape [3, 7, 3, 4].",
+        "batch dimension 0 of query must be 3 as in value or 1 (shared), but got "
+        "value of shape [3, 7, 3, 4] and query of shape [2, 5, 6, 8].",
         shapes={"value": (3, 7, 3, 4)},
     ),
     Case(
+        "batch-of-one-operand-empty",
+        "batch dimension 0 of query must be 0 as in value or 1 (shared), but got "
+        "value of shape [0, 7, 3, 4] and query of shape [2, 5, 6, 8].",
+        shapes={"value": (0, 7, 3, 4)},
+    ),
+    Case(
         "batch-of-result",
-        "batch dimension 0 of logsumexp must be 2 as in the result out, but got out of "
-        "shape [2, 5, 6, 4] and logsumexp of shape [1, 6, 5].",
+        "batch dimension 0 of logsumexp must be 2 as in query, but got query of shape "
+        "[2, 5, 6, 8] and logsumexp of shape [1, 6, 5].",
         shapes={"logsumexp": (1, 6, 5)},
     ),
     Case(
-        "batch-of-gradient",
-        "batch dimension 0 of dkey must be 2 as in the result dquery, but got dquery "
-        "of shape [2, 5, 6, 8] and dkey of shape [1, 7, 3, 8].",
+        "batch-of-dkey",
+        "batch dimension 0 of dkey must be 2 as in query, but got query of shape "
+        "[2, 5, 6, 8] and dkey of shape [1, 7, 3, 8].",
         target=BACKWARD,
         shapes={"dkey": (1, 7, 3, 8)},
     ),
@@ -239,6 +256,192 @@ CASES = [
         "head_dim must be at least 1, but got 0.",
         shapes={"query": (2, 5, 6, 0), "key": (1, 7, 3, 0)},
     ),
+    Case(
+        "attribute-of-gradient-missing",
+        "attribute gradient_of (a scalar of type int64) is missing.",
+        target=GRADIENT,
+        attributes={"gradient_of": None},
+        optional=("bias",),
+    ),
+    Case(
+        "attribute-of-gradient-elsewhere",
+        f"unknown attribute gradient_of (a scalar of type int64); {KNOWN}",
+        attributes={"gradient_of": np.int64(0)},
+    ),
+    Case(
+        "gradient_of-unknown",
+        "attribute gradient_of must be from 0 to 2, but got 3.",
+        target=GRADIENT,
+        attributes={"gradient_of": np.int64(3)},
+        optional=("bias",),
+    ),
+    Case(
+        "gradient_of-not-given",
+        "gradient_of names sinks, but the call has no operand sinks.",
+        target=GRADIENT,
+        shapes={"gradient": (1, 6)},
+        attributes={"gradient_of": np.int64(1)},
+        optional=("bias",),
+    ),
+    Case(
+        "operands-unknown",
+        "attribute operands must be from 0 to 4095, but got 4096.",
+        attributes={"operands": np.int64(4096)},
+    ),
+    Case(
+        "operands-not-there",
+        "expected 5 operands (query, key, value, mask, sinks), but got 3.",
+        attributes={"operands": np.int64(1 << 1 | 1 << 7)},
+    ),
+    Case(
+        "operands-of-backward",
+        "expected 9 operands (query, key, value, bias, alibi_slopes, out, logsumexp, "
+        "dout, dlogsumexp), but got 7.",
+        target=BACKWARD,
+        attributes={"operands": np.int64(1 << 0 | 1 << 8)},
+    ),
+    Case(
+        "dtype-of-bias",
+        "bias must be float32, float16 or bfloat16, but got int32.",
+        dtypes={"bias": jnp.int32},
+        optional=("bias",),
+    ),
+    Case(
+        "dtype-of-mask",
+        "mask must be bool, but got uint8.",
+        dtypes={"mask": jnp.uint8},
+        optional=("mask",),
+    ),
+    Case(
+        "dtype-of-sinks",
+        "sinks must be float32, but got bfloat16.",
+        dtypes={"sinks": jnp.bfloat16},
+        optional=("sinks",),
+    ),
+    Case(
+        "dtype-of-q_offset",
+        "q_offset must be int32, but got uint32.",
+        dtypes={"q_offset": jnp.uint32},
+        optional=("q_offset",),
+    ),
+    Case(
+        "dtype-of-dropout_key",
+        "dropout_key must be uint32, but got int32.",
+        dtypes={"dropout_key": jnp.int32},
+        optional=DROPOUT,
+    ),
+    Case(
+        "dtype-of-gradient",
+        "gradient must be float16 like bias, but got float32.",
+        target=GRADIENT,
+        dtypes={"bias": jnp.float16},
+        optional=("bias",),
+    ),
+    Case(
+        "rank-of-bias",
+        "bias must have 4 dimensions [*batch, num_heads, q_len, kv_len], with as many "
+        "batch dimensions as query [2, 5, 6, 8], but got shape [6, 5, 7].",
+        shapes={"bias": (6, 5, 7)},
+        optional=("bias",),
+    ),
+    Case(
+        "rank-of-q_offset",
+        "q_offset must have 1 dimensions [*batch], with as many batch dimensions as "
+        "query [2, 5, 6, 8], but got shape [].",
+        shapes={"q_offset": ()},
+        optional=("q_offset",),
+    ),
+    Case(
+        "heads-of-mask",
+        "mask must have the same num_heads as query, or 1, but got query of shape "
+        "[2, 5, 6, 8] and mask of shape [1, 3, 1, 7].",
+        shapes={"mask": (1, 3, 1, 7)},
+        optional=("mask",),
+    ),
+    Case(
+        "kv_len-of-bias",
+        "bias must have the same kv_len as key, or 1, but got key of shape "
+        "[1, 7, 3, 8] and bias of shape [2, 1, 5, 5].",
+        shapes={"bias": (2, 1, 5, 5)},
+        optional=("bias",),
+    ),
+    Case(
+        "kv_len-of-segment_ids",
+        "kv_segment_ids must have the same kv_len as key, but got key of shape "
+        "[1, 7, 3, 8] and kv_segment_ids of shape [2, 1].",
+        shapes={"kv_segment_ids": (2, 1)},
+        optional=("q_segment_ids", "kv_segment_ids"),
+    ),
+    Case(
+        "words-of-dropout_key",
+        "dropout_key must have the shape [*batch, 2], but got shape [1, 4].",
+        shapes={"dropout_key": (1, 4)},
+        optional=DROPOUT,
+    ),
+    Case(
+        "batch-of-lengths",
+        "batch dimension 0 of query must be 3 as in query_seq_lengths or 1 (shared), "
+        "but got query_seq_lengths of shape [3] and query of shape [2, 5, 6, 8].",
+        shapes={"query_seq_lengths": (3,)},
+        optional=("query_seq_lengths",),
+    ),
+    Case(
+        "shape-of-gradient",
+        "gradient must have the same q_len as query, or 1, but got query of shape "
+        "[2, 5, 6, 8] and gradient of shape [2, 1, 7, 7].",
+        target=GRADIENT,
+        shapes={"gradient": (2, 1, 7, 7)},
+        optional=("bias",),
+    ),
+    Case(
+        "segment_ids-of-one-side",
+        "q_segment_ids, kv_segment_ids must be given together, but got only "
+        "kv_segment_ids.",
+        optional=("kv_segment_ids",),
+    ),
+    Case(
+        "dropout-incomplete",
+        "dropout_key, dropout_batch_indices, dropout_head_indices must be given "
+        "together, but got only dropout_key, dropout_head_indices.",
+        optional=("dropout_key", "dropout_head_indices"),
+    ),
+    Case(
+        "dropout-without-rate",
+        "dropout_rate must be above 0 and below 1 with dropout operands, but got 0.",
+        attributes={"dropout_rate": np.float64(0)},
+        optional=DROPOUT,
+    ),
+    Case(
+        "dropout-of-all",
+        "dropout_rate must be above 0 and below 1 with dropout operands, but got 1.",
+        attributes={"dropout_rate": np.float64(1)},
+        optional=DROPOUT,
+    ),
+    Case(
+        "dropout-rate-not-a-number",
+        "dropout_rate must be 0 without dropout operands, but got nan.",
+        attributes={"dropout_rate": np.float64(np.nan)},
+    ),
+    Case(
+        "dropout-rate-alone",
+        "dropout_rate must be 0 without dropout operands, but got 0.25.",
+        attributes={"dropout_rate": np.float64(0.25)},
+    ),
+    Case(
+        "window-below-no-limit",
+        "window_left must be at least -1 (no limit), but got -2.",
+        attributes={"window_left": np.int64(-2)},
+    ),
+    Case(
+        "soft-cap-negative",
+        "logits_soft_cap must be finite and at least 0 (none), but got -1.",
+        attributes={"logits_soft_cap": np.float32(-1)},
+    ),
+    Case(
+        "soft-cap-infinite",
+        "logits_soft_cap must be finite and at least 0 (none), but got inf.",
+        attributes={"logits_soft_cap": np.float32(np.inf)},
+    ),
 ]
 
 
@@ -250,7 +453,7 @@ def registered() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_error(case: Case) -> None:
     with pytest.raises(RuntimeError) as caught:
-        call(case.target, case.shapes, case.dtypes, case.attributes)
+        call(case.target, case.shapes, case.dtypes, case.attributes, case.optional)
     # On platform flash_metal a prefix names the handler and its stage.
     assert str(caught.value).startswith("INVALID_ARGUMENT: ")
     assert f"{case.target}: {case.error}" in str(caught.value)

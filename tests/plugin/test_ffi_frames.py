@@ -12,18 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jax_flash_metal import attention_library
 from tests.support import ffi_frame, native
 from tests.support.ffi_frame import Frame
 
 INVALID_ARGUMENT = 3
 UNIMPLEMENTED = 12
-TARGET = "jax_flash_metal_forward_v1"
+TARGET = "jax_flash_metal_forward_v2"
+GRADIENT = "jax_flash_metal_gradient_v2"
+# Sorted by name, as XLA sends them.
 ATTRIBUTES = [
+    ("dropout_rate", ffi_frame.F64, 0),
     ("is_causal", ffi_frame.PRED, 0),
+    ("logits_soft_cap", ffi_frame.F32, 0),
+    ("operands", ffi_frame.S64, 0),
     ("q_offset", ffi_frame.S64, 0),
     ("scale", ffi_frame.F32, 0.25),
-    ("version", ffi_frame.S64, 1),
+    ("version", ffi_frame.S64, 2),
+    ("window_left", ffi_frame.S64, -1),
+    ("window_right", ffi_frame.S64, -1),
 ]
+SCALE = [name for name, _, _ in ATTRIBUTES].index("scale")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +48,74 @@ def make_frame(
     out = np.full((2, 5, 6, 4), np.nan, np.float32)
     logsumexp = np.full((2, 6, 5), np.nan, np.float32)
     return Frame(ones, [out, logsumexp], attributes), out
+
+
+def options() -> dict[str, Any]:
+    """Every option and optional operand of a call with the shapes of make_frame."""
+    rng = np.random.default_rng(3)
+
+    def floats(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    def ints(*shape: int) -> np.ndarray:
+        return rng.integers(0, 2, shape).astype(np.int32)
+
+    return {
+        "scale": 0.25,
+        "is_causal": True,
+        "sliding_window": (4, None),
+        "logits_soft_cap": 2.0,
+        "dropout_rate": 0.25,
+        "bias": floats(1, 6, 1, 7),
+        "mask": rng.random((2, 1, 5, 7)) < 0.8,
+        "q_offset": ints(2),
+        "q_segment_ids": ints(2, 5),
+        "kv_segment_ids": ints(1, 7),
+        "query_seq_lengths": ints(1) + 4,
+        "key_value_seq_lengths": ints(2) + 5,
+        "sinks": floats(1, 6),
+        "alibi_slopes": floats(2, 6),
+        "dropout_key": np.array([[1, 2**32 - 1]], np.uint32),
+        "dropout_batch_indices": np.arange(2, dtype=np.int32),
+        "dropout_head_indices": np.arange(6, dtype=np.int32)[None],
+    }
+
+
+def make_full_frame(
+    operands: list[np.ndarray], results: list[np.ndarray], of: str | None = None
+) -> Frame:
+    """A call with options(). `operands`: those that every call of the pass has."""
+    given = options()
+    optional = [given[name] for name in attention_library.OPTIONAL_OPERANDS]
+    changed = {
+        "dropout_rate": given["dropout_rate"],
+        "is_causal": 1,
+        "logits_soft_cap": given["logits_soft_cap"],
+        "operands": 2**12 - 1,
+        "window_left": given["sliding_window"][0],
+    }
+    attributes = [(n, t, changed.get(n, v)) for n, t, v in ATTRIBUTES]
+    if of is not None:
+        number = attention_library.DIFFERENTIABLE_OPTIONS.index(of)
+        attributes.append(("gradient_of", ffi_frame.S64, number))
+    return Frame([*operands[:3], *optional, *operands[3:]], results, attributes)
+
+
+def random_operands() -> list[np.ndarray]:
+    rng = np.random.default_rng(4)
+    shapes = ((2, 5, 6, 8), (1, 7, 3, 8), (2, 7, 3, 4))
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def make_residuals(operands: list[np.ndarray]) -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    out, logsumexp = native.run_forward(*operands, **options())
+    cotangents = (rng.standard_normal(x.shape, np.float32) for x in (out, logsumexp))
+    return [out, logsumexp, *cotangents]
+
+
+def empty(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)
 
 
 def assert_error(frame: Frame, handler: Any, sentence: str) -> None:
@@ -58,6 +135,69 @@ def test_attributes_in_any_order(handler: Any) -> None:
     frame, out = make_frame(ATTRIBUTES[::-1])
     assert frame.call(handler) is None
     np.testing.assert_allclose(out, 1, rtol=1e-5)
+
+
+# -- Optional operands: as through the C ABI -------------------------------------------
+
+
+def test_forward_with_all_operands(handler: Any) -> None:
+    operands = random_operands()
+    results = [empty(2, 5, 6, 4), empty(2, 6, 5)]
+    assert make_full_frame(operands, results).call(handler) is None
+    for actual, expected in zip(results, native.run_forward(*operands, **options())):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_backward_with_all_operands() -> None:
+    operands = random_operands()
+    operands += make_residuals(operands)
+    results = [empty(2, 5, 6, 8), empty(2, 7, 3, 8), empty(2, 7, 3, 4)]
+    frame = make_full_frame(operands, results)
+    assert frame.call(native.load().jax_flash_metal_backward_v2) is None
+    for actual, expected in zip(results, native.run_backward(*operands, **options())):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("of", "shape"),
+    [
+        ("bias", (1, 6, 1, 7)),
+        ("bias", (2, 6, 5, 7)),  # as vmap asks for it: more than the operand has
+        ("bias", (2, 1, 1, 1)),
+        ("sinks", (1, 6)),
+        ("sinks", (2, 6)),
+        ("alibi_slopes", (2, 6)),
+        ("alibi_slopes", (1, 6)),
+    ],
+)
+def test_gradient_with_all_operands(of: str, shape: tuple[int, ...]) -> None:
+    operands = random_operands()
+    operands += make_residuals(operands)
+    gradient = empty(*shape)
+    frame = make_full_frame(operands, [gradient], of)
+    assert frame.call(getattr(native.load(), GRADIENT)) is None
+    expected = native.run_gradient(of, *operands, shape=shape, **options())
+    np.testing.assert_array_equal(gradient, expected)
+    assert np.isfinite(gradient).all()
+    assert gradient.any()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gradient_over_nothing_is_zero(axis: int) -> None:
+    """Summed over no batch, or no queries: its elements are there all the same."""
+    operands = random_operands()
+    operands += make_residuals(operands)
+    gradient = empty(1, 6, 1, 7)
+    frame = make_full_frame(operands, [gradient], "bias")
+    batch_or_queries = 2 if axis == 0 else 5
+    for dims in frame.dims[:-1]:
+        for i in range(len(dims)):
+            if dims[i] == batch_or_queries and not (axis == 1 and i == 0):
+                dims[i] = 0
+    key = 3 + attention_library.OPTIONAL_OPERANDS.index("dropout_key")
+    frame.dims[key][1] = 2
+    assert frame.call(getattr(native.load(), GRADIENT)) is None
+    assert (gradient == 0).all()
 
 
 # -- Metadata and stages -------------------------------------------------------------
@@ -237,15 +377,15 @@ def damage_size(frame: Frame) -> None:
 
 
 def damage_attribute_value(frame: Frame) -> None:
-    frame.scalars[2].value = None
+    frame.scalars[SCALE].value = None
 
 
 def damage_attribute_type(frame: Frame) -> None:
-    frame.types["attributes"][2] = 17
+    frame.types["attributes"][SCALE] = 17
 
 
 def damage_attribute_dtype(frame: Frame) -> None:
-    frame.scalars[2].dtype = 29
+    frame.scalars[SCALE].dtype = 29
 
 
 @pytest.mark.parametrize(
@@ -261,7 +401,7 @@ def damage_attribute_dtype(frame: Frame) -> None:
             damage_attributes,
             "the list of attributes must have at least 48 bytes, but got 40.",
         ),
-        (damage_attribute_names, "the list of attributes is not valid: 4 entries."),
+        (damage_attribute_names, "the list of attributes is not valid: 9 entries."),
         (
             damage_buffer,
             "key must have an XLA_FFI_Buffer of at least 48 bytes, but got 40.",
@@ -370,17 +510,25 @@ def damage_somewhere(frame: Frame, rng: random.Random) -> None:
     rng.choice(changes)()
 
 
-def test_random_damage(handler: Any) -> None:
+def make_gradient_frame() -> Frame:
+    operands = random_operands()
+    residuals = [empty(*s) for s in ((2, 5, 6, 4), (2, 6, 5)) * 2]
+    return make_full_frame([*operands, *residuals], [empty(1, 6, 1, 7)], "bias")
+
+
+@pytest.mark.parametrize("target", [TARGET, GRADIENT])
+def test_random_damage(target: str) -> None:
     """Every damaged frame is refused, or was still a good call; never a crash."""
+    handler = getattr(native.load(), target)
     rng = random.Random(20)
     num_errors = 0
     for _ in range(3000):
-        frame, _ = make_frame()
+        frame = make_frame()[0] if target == TARGET else make_gradient_frame()
         for _ in range(rng.choice((1, 1, 2, 4))):
             damage_somewhere(frame, rng)
         error = frame.call(handler)
         if error is not None:
             num_errors += 1
-            assert error.message.startswith(f"{TARGET}: ")
+            assert error.message.startswith(f"{target}: ")
             assert error.message.endswith(".")
     assert num_errors > 2000

@@ -134,6 +134,22 @@ def test_a_wild_write_is_an_error_and_not_a_crash(checker):
     assert checker.kinds() == {"wild write"}
 
 
+def test_an_argument_that_does_not_exist_cannot_be_read(checker):
+    out, source = zeros(32), np.arange(32, dtype=np.float32)
+    checker.run("optional_source", {0: out, 1: source}, constants={0: True})
+    np.testing.assert_array_equal(out, source)
+    assert checker.kinds() == set()
+    with pytest.raises(DeviceError, match="a read outside every buffer"):
+        checker.run("optional_source", {0: out, 1: source}, constants={0: False})
+
+
+def test_bytes_beside_each_other_are_no_race(checker):
+    out = np.zeros(65, np.uint8)
+    checker.run("neighbour_bytes", {0: out}, threads=(64, 1, 1))
+    np.testing.assert_array_equal(out, [*range(64), 0])
+    assert checker.kinds() == set()
+
+
 def test_only_what_was_written_is_copied_back(checker):
     # The same memory bound twice: the reader must not undo what the writer did.
     memory = np.ones(64, np.float32)

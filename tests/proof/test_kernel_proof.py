@@ -1,7 +1,7 @@
 """What is remembered of proven kernels, where, and for how long."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,15 +42,15 @@ class Library(AttentionLibrary):
         self.rejection = rejection
         self._facts, self._digest = facts, digest
 
-    def compile(self, problem, backward):
+    def compile(self, problem, which):
         if self.rejection:
             raise self.rejection
 
-    def run(self, problem, backward):
+    def run(self, problem, which):
         self.runs += 1
         if self.errors:
             raise self.errors.pop(0)
-        super().run(problem, backward)
+        super().run(problem, which)
 
     def device_facts(self):
         if isinstance(self._facts, AttentionError):
@@ -68,15 +68,15 @@ def cache(monkeypatch, tmp_path):
     return folder
 
 
-def objection(library, shape=SHAPE, *, backward=False):
-    return kernel_proof._Proofs(library).objection(shape, backward)
+def objection(library, shape=SHAPE, which="forward", has_features=False):
+    return kernel_proof._Proofs(library).objection(shape, which, has_features)
 
 
 def test_a_kernel_is_proven_once(cache):
     library = Library()
     proofs = kernel_proof._Proofs(library)
     for _ in range(3):
-        assert proofs.objection(SHAPE, False) is None
+        assert proofs.objection(SHAPE, "forward") is None
     assert library.runs == 1
     # By another process.
     later = Library()
@@ -91,11 +91,11 @@ def test_a_kernel_is_proven_once(cache):
 def test_other_kernels_are_proven_when_they_are_needed(cache):
     library = Library()
     proofs = kernel_proof._Proofs(library)
-    assert proofs.objection(SHAPE, False) is None
-    assert proofs.objection(SHAPE, True) is None
+    assert proofs.objection(SHAPE, "forward") is None
+    assert proofs.objection(SHAPE, "backward") is None
     assert library.runs == 2
     short = CallShape("float16", 3, 100, 2, 2, 200, 64)
-    assert proofs.objection(short, False) is None
+    assert proofs.objection(short, "forward") is None
     assert library.runs == 3
     names = {*json.loads(next((cache / "proofs").iterdir()).read_text())["verdicts"]}
     assert names == {
@@ -106,6 +106,57 @@ def test_other_kernels_are_proven_when_they_are_needed(cache):
         "attention_short_forward_float16_d256_q8_k32_s4",
         "attention_short_forward_combine_float16_d256_q4_k8_s4",
     }
+
+
+def names_in(cache):
+    (file,) = (cache / "proofs").iterdir()
+    return set(json.loads(file.read_text())["verdicts"])
+
+
+def test_a_call_with_options_is_proven_with_them_too(cache):
+    library = Library()
+    proofs = kernel_proof._Proofs(library)
+    for _ in range(2):
+        assert proofs.objection(SHAPE, "forward", True) is None
+    # Plain, with options, and the mask's summary by the backward pass of other rows.
+    mask_blocks = "attention_mask_blocks_float32_d256_q32_k32_s4"
+    assert library.runs == 3
+    assert names_in(cache) >= {FORWARD, f"{FORWARD} with options", mask_blocks}
+    # What a plain call asks is known by now.
+    assert proofs.objection(SHAPE, "forward") is None
+    assert library.runs == 3
+    assert proofs.objection(SHAPE, "gradient", True) is None
+    gradient = "attention_bias_gradient_float32_d64_q32_k32_s4"
+    assert names_in(cache) >= {
+        f"{gradient} of bias",
+        f"{gradient} of shared bias",
+        f"{gradient} of alibi_slopes",
+        "attention_bias_gradient_combine_float32_d256_q32_k32_s4",
+        "attention_sinks_gradient_float32_d256_q32_k32_s4",
+        "attention_delta_float32_d256_q4_k8_s4",
+    }
+    # By another process.
+    later = Library()
+    for which in ("forward", "gradient"):
+        assert objection(later, which=which, has_features=True) is None
+    assert later.runs == 0
+
+
+def test_a_kernel_that_is_wrong_with_options_serves_plain_calls():
+    class Wrong(Library):
+        def run_forward(self, *operands, **options):
+            out, logsumexp = super().run_forward(*operands, **options)
+            return out + (0.5 if "bias" in options else 0), logsumexp
+
+    proofs = kernel_proof._Proofs(Wrong())
+    assert proofs.objection(SHAPE, "forward", False) is None
+    text = proofs.objection(SHAPE, "forward", True)
+    assert text.startswith(
+        f"the kernel {FORWARD} with options is disabled on software Metal device: its "
+        "out is wrong: "
+    )
+    assert proofs.objection(SHAPE, "forward", False) is None
+    assert proofs.objection(SHAPE, "backward", True) is None
 
 
 @pytest.mark.parametrize(
@@ -162,7 +213,7 @@ def test_without_a_place_to_write_a_process_remembers(cache):
     library = Library()
     proofs = kernel_proof._Proofs(library)
     for _ in range(2):
-        assert proofs.objection(SHAPE, False) is None
+        assert proofs.objection(SHAPE, "forward") is None
     assert library.runs == 1
 
 
@@ -171,7 +222,7 @@ def test_without_a_cache_folder_a_process_remembers(monkeypatch):
     library = Library()
     proofs = kernel_proof._Proofs(library)
     for _ in range(2):
-        assert proofs.objection(SHAPE, False) is None
+        assert proofs.objection(SHAPE, "forward") is None
     assert library.runs == 1
 
 
@@ -222,7 +273,7 @@ def test_a_kernel_that_does_not_run_is_not_remembered():
     library = Library(errors=[gpu_error("Innocent Victim"), gpu_error("Timeout")])
     proofs = kernel_proof._Proofs(library)
     for _ in range(2):
-        assert proofs.objection(SHAPE, False) == (
+        assert proofs.objection(SHAPE, "forward") == (
             f"the kernel {FORWARD} is disabled on software Metal device in this "
             "process: it does not run: a GPU failed: Timeout"
         )
@@ -235,9 +286,9 @@ def test_a_kernel_that_does_not_run_is_not_remembered():
 def test_an_error_that_names_a_kernel_blames_only_that():
     dq = "attention_backward_dq_float32_d64_q32_k32_s4"
     proofs = kernel_proof._Proofs(Library(rejection=rejection(dq)))
-    assert "another kernel failed" in proofs.objection(SHAPE, True)
+    assert "another kernel failed" in proofs.objection(SHAPE, "backward")
     # delta was asked first and has no verdict of its own: it is tested again.
-    text = objection(Library(), backward=True)
+    text = objection(Library(), which="backward")
     assert dq in text and "the Metal compiler rejects" in text
 
 
@@ -248,29 +299,35 @@ import os, signal, sys
 from tests.proof import test_kernel_proof as tests
 
 class Dying(tests.Library):
-    def run(self, problem, backward):
+    def run(self, problem, which):
         {end}
 
 print(tests.objection(Dying()))
 """
 
 
-def dying(end):
-    cache_setting = {name: os.environ[name] for name in (platforms.CACHE_SETTING,)}
-    return run_python(DYING.format(end=end), JAX_PLATFORMS="cpu", **cache_setting)
+def dying(end, cache):
+    setting = {platforms.CACHE_SETTING: str(cache)}
+    return run_python(DYING.format(end=end), JAX_PLATFORMS="cpu", **setting)
 
 
 def marks(cache):
     return [path.name for path in (cache / "proofs").glob("*.running")]
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGHUP", "SIGSEGV"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SIGKILL", "SIGSEGV"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGHUP")),
+    ],
+)
 def test_one_process_that_ends_in_the_midst_says_nothing(cache, name):
     """It may have been killed by a user, by the system, or with its terminal."""
     # What started the tests, nohup for one, may have had the signal ignored.
     restore = f"signal.signal(signal.{name}, signal.SIG_DFL); "
     kill = f"os.kill(os.getpid(), signal.{name})"
-    done = dying((restore if name != "SIGKILL" else "") + kill)
+    done = dying((restore if name != "SIGKILL" else "") + kill, cache)
     assert done.returncode == -signal.Signals[name]
     assert len(marks(cache)) == 1
     library = Library()
@@ -284,18 +341,26 @@ def test_one_process_that_ends_in_the_midst_says_nothing(cache, name):
 
 @pytest.mark.parametrize("end", ["raise KeyboardInterrupt", "sys.exit(1)"])
 def test_an_interrupted_proof_is_made_again(cache, end):
-    assert dying(end).returncode != 0
+    assert dying(end, cache).returncode != 0
     assert not marks(cache)
     library = Library()
     assert objection(library) is None
     assert library.runs == 1
 
 
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
+    """The cache folder of a process that has not come to the end of its proof."""
+    folder = tmp_path_factory.mktemp("killed") / "cache"
+    dying("os.kill(os.getpid(), signal.SIGKILL)", folder)
+    assert len(marks(folder)) == 1
+    return folder
+
+
 @pytest.fixture
-def marked(cache):
-    """A process has not come to the end of its proof; gives the cache folder."""
-    dying("os.kill(os.getpid(), signal.SIGKILL)")
-    assert len(marks(cache)) == 1
+def marked(left_behind, cache):
+    """A copy of that folder is the one of this process."""
+    shutil.copytree(left_behind, cache)
     return cache
 
 
@@ -327,7 +392,7 @@ def test_a_crash_that_was_seen_is_remembered(marked, ends):
     assert objection(Library()) == text
     # And no other kernel is trusted not to crash.
     library = Library()
-    assert "crashed" in objection(library, backward=True)
+    assert "crashed" in objection(library, which="backward")
     assert library.runs == 0
 
 
@@ -417,7 +482,7 @@ def test_doctor_replaces_what_is_known(monkeypatch):
     proofs = kernel_proof._Proofs(Library())
     monkeypatch.setattr(kernel_proof, "_proofs", lambda: proofs)
     kernel_proof.replace({FORWARD: Verdict(0.1)})
-    assert kernel_proof.objection(SHAPE, backward=False) is None
+    assert kernel_proof.objection(SHAPE, "forward", has_features=False) is None
     later = Library()
     assert objection(later) is None
     assert later.runs == 0
@@ -428,7 +493,9 @@ def test_many_threads_prove_once():
     proofs = kernel_proof._Proofs(library)
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(proofs.objection(SHAPE, False)))
+        threading.Thread(
+            target=lambda: found.append(proofs.objection(SHAPE, "forward"))
+        )
         for _ in range(8)
     ]
     for thread in threads:
@@ -521,13 +588,13 @@ def test_a_user_who_is_not_there(monkeypatch, system):
 
 @pytest.mark.parametrize("text", ["", "a\nb\n"])
 def test_a_whole_text(text):
-    assert CutLibrary(text.encode()).kernels(Problem(), False) == text.splitlines()
+    assert CutLibrary(text.encode()).kernels(Problem(), "forward") == text.splitlines()
 
 
 @pytest.mark.parametrize("text", ["a\nb", "kernel\n" * 10000, "x" * 70000])
 def test_a_text_that_was_cut_is_an_error(text):
     with pytest.raises(RuntimeError, match=r"the end is missing: …'.*'$"):
-        CutLibrary(text.encode()).kernels(Problem(), False)
+        CutLibrary(text.encode()).kernels(Problem(), "forward")
 
 
 class CutLibrary(AttentionLibrary):
@@ -537,6 +604,6 @@ class CutLibrary(AttentionLibrary):
         self._text_to_write = text
         self._library = types.SimpleNamespace(jfm_attention_kernels=self._write)
 
-    def _write(self, problem, backward, text, size):
+    def _write(self, problem, number, text, size):
         text.value = self._text_to_write[: size - 1]
         return 0

@@ -11,29 +11,33 @@ import pytest
 
 from jax_flash_metal import platforms
 from tests.checker.planted import Bug
-from tests.checker.test_planted_bugs import DKV, FORWARD, SHORT_DQ, SHORT_FORWARD
+from tests.checker.test_planted_bugs import DKV, GUARDS, MASK_BLOCKS
 from tests.support.package_copy import PackageCopy, broken_kernels
 
 pytestmark = pytest.mark.xdist_group("planted")
 
+KNOWN = {bug.id: bug for _, bug in GUARDS}
+WRONG_FORWARD = KNOWN["wrong-kv-head"]
+WRONG_DKV = KNOWN["first-visible-block-skipped"]
 BUGS = [
-    Bug(
-        *("wrong-kv-head", FORWARD),
-        *("head / params.num_groups", "head % params.num_kv_heads"),
-    ),
-    Bug(
-        *("first-visible-block-skipped", DKV),
-        *("first_key - params.q_offset)", "first_key - params.q_offset + 1)"),
-    ),
-    Bug(
-        *("last-split-dropped", SHORT_DQ),
-        *("s < params.num_splits", "s + 1 < params.num_splits"),
-    ),
-    Bug(
-        *("splits-overlap", SHORT_FORWARD),
-        *("split_start + params.keys_per_split, end", "params.kv_len, end"),
-    ),
+    WRONG_FORWARD,
+    WRONG_DKV,
+    KNOWN["last-split-dropped"],
+    KNOWN["splits-overlap"],
 ]
+# Wrong only where a call has options.
+OPTION_BUGS = [
+    Bug(
+        *("mask-ignored-by-dkv", DKV),
+        *(
+            "key_is_seen(params, operands, queries, query_index, row, bias)",
+            "contains(queries, query_index)",
+        ),
+    ),
+    KNOWN["gradient-pair-missing"],
+    KNOWN["sinks-of-one-simdgroup"],
+]
+WRONG_SUMMARY = Bug("all-hidden", MASK_BLOCKS, "any ? 1 : 0", "0")
 
 # On platform cpu as on flash_metal, which would need a host plugin.
 START = """
@@ -60,15 +64,21 @@ def wrong(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def wrong_options(tmp_path_factory):
+    """The package that is right only for plain calls."""
+    return package_with(tmp_path_factory.mktemp("options"), OPTION_BUGS)
+
+
+@pytest.fixture(scope="module")
 def wrong_forward(tmp_path_factory):
     """The package in which only the forward kernel is wrong."""
-    return package_with(tmp_path_factory.mktemp("forward"), BUGS[:1])
+    return package_with(tmp_path_factory.mktemp("forward"), [WRONG_FORWARD])
 
 
 @pytest.fixture(scope="module")
 def wrong_gradient(tmp_path_factory):
     """The package in which only the kernel for dkey and dvalue is wrong."""
-    return package_with(tmp_path_factory.mktemp("gradient"), BUGS[1:2])
+    return package_with(tmp_path_factory.mktemp("gradient"), [WRONG_DKV])
 
 
 def package_with(folder, bugs):
@@ -82,35 +92,89 @@ def run(copy, program):
     return done
 
 
-def test_the_proof_finds_exactly_the_wrong_kernels(wrong):
-    program = """
-    import json
-    from jax_flash_metal import kernel_cases, platforms
-    from jax_flash_metal.attention_library import AttentionLibrary
-    from jax_flash_metal.kernel_cases import KernelCase
+FIND = """
+import json
+from jax_flash_metal import kernel_cases, platforms
+from jax_flash_metal.attention_library import AttentionLibrary
 
-    library = AttentionLibrary(platforms.load_library())
-    found = {}
-    for is_short in (False, True):
-        for backward in (False, True):
-            case = KernelCase("float32", 32, is_short, False, backward)
-            for name, verdict in kernel_cases.check(library, case).items():
-                kernel = name.split("_float32")[0]
-                found[kernel] = found.get(kernel, False) or bool(verdict.failure)
-    print(json.dumps(found))
-    """
-    found = json.loads(run(wrong, program).stdout)
-    assert found == {
-        "attention_forward": True,
-        "attention_delta": False,
-        "attention_backward_dq": False,
-        "attention_backward_dkv": True,
-        "attention_short_forward": True,
+library = AttentionLibrary(platforms.load_library())
+found = {}
+for case in kernel_cases.cases_of("float32", 32):
+    for key, verdict in kernel_cases.check(library, case).items():
+        name, _, how = key.partition(" ")
+        kernel = " ".join((kernel_cases.kernel_of(name), how)).strip()
+        kernel = kernel.removeprefix("attention_")
+        found[kernel] = found.get(kernel, False) or bool(verdict.failure)
+print(json.dumps(found))
+"""
+WITH_OPTIONS = (
+    *("forward", "backward_dq", "backward_dkv"),
+    *("short_forward", "short_forward_combine", "short_dq"),
+)
+GRADIENTS = [
+    f"bias_gradient of {operand}" for operand in ("bias", "shared bias", "alibi_slopes")
+]
+ALL = {
+    *(*WITH_OPTIONS, *(f"{kernel} with options" for kernel in WITH_OPTIONS)),
+    *("delta", "short_dq_combine", "mask_blocks", "sinks_gradient"),
+    *GRADIENTS,
+    "bias_gradient_combine",
+}
+
+
+def wrong_kernels(copy):
+    found = json.loads(run(copy, FIND).stdout)
+    assert set(found) == ALL
+    return {kernel for kernel, is_wrong in found.items() if is_wrong}
+
+
+def test_the_proof_finds_exactly_the_wrong_kernels(wrong):
+    kernels = ("forward", "backward_dkv", "short_forward", "short_dq")
+    assert wrong_kernels(wrong) == {
+        *(*kernels, *(f"{kernel} with options" for kernel in kernels)),
         # Not to be told apart: one result of two kernels.
-        "attention_short_forward_combine": True,
-        "attention_short_dq": True,
-        "attention_short_dq_combine": True,
+        *("short_forward_combine", "short_forward_combine with options"),
+        "short_dq_combine",
     }
+
+
+def test_the_proof_finds_what_is_wrong_with_options(wrong_options):
+    assert wrong_kernels(wrong_options) == {
+        "backward_dkv with options",
+        *(*GRADIENTS, "bias_gradient_combine", "sinks_gradient"),
+    }
+
+
+def test_the_proof_finds_a_wrong_summary_of_the_mask(tmp_path):
+    copy = package_with(tmp_path, [WRONG_SUMMARY])
+    assert "mask_blocks" in wrong_kernels(copy)
+
+
+def test_a_call_with_options_takes_the_reference_where_only_that_is_wrong(
+    wrong_options,
+):
+    program = """
+    warnings.simplefilter("ignore")
+    def text(**options):
+        def total(x, bias):
+            return attend(x, x, x, bias, **options).sum()
+        bias = None if not options else jnp.ones((4, 20, 20))
+        gradient = jax.jit(jax.grad(total, (0, 1) if options else 0))
+        return gradient.lower(x, bias).as_text()
+
+    def passes(text):
+        names = ("forward", "backward", "gradient")
+        return [name for name in names if f"metal_{name}_v" in text]
+
+    print(passes(text()), passes(text(sliding_window=5)))
+    print(jax_flash_metal.explain(x, x, x, logits_soft_cap=2.0))
+    """
+    calls, reason = run(wrong_options, program).stdout.splitlines()
+    assert calls == "['forward', 'backward'] ['forward']"
+    assert reason.startswith(
+        "metal: the kernels run on a device. The gradient takes the reference: the "
+        "kernel attention_backward_dkv_float32_d32_q32_k32_s4 with options is disabled "
+    )
 
 
 def test_a_default_call_takes_the_reference_and_warns_once(wrong_forward):
@@ -149,7 +213,7 @@ def test_the_gradient_keeps_its_kernels(wrong_forward):
     run(wrong_forward, program)
 
 
-def test_a_wrong_gradient_takes_the_reference(wrong_gradient):
+def test_a_wrong_gradient_takes_the_reference_and_says_why(wrong_gradient):
     program = """
     warnings.simplefilter("ignore")
     text = gradient(attend).lower(x).as_text()
@@ -157,51 +221,41 @@ def test_a_wrong_gradient_takes_the_reference(wrong_gradient):
     assert "jax_flash_metal_backward" not in text
     difference = gradient(attend)(x) - gradient(attend_xla)(x)
     assert float(jnp.abs(difference).max()) < 1e-4
-    """
-    run(wrong_gradient, program)
-
-
-def test_demanded_kernels_raise(wrong_forward):
-    program = """
-    try:
-        attend(x, x, x, implementation="metal")
-    except NotImplementedError as error:
-        print(error)
-    """
-    said = run(wrong_forward, program).stdout
-    assert said.startswith(
-        "implementation='metal' cannot run this call: the kernel "
-        "attention_forward_float32_d32_q32_k32_s4 is disabled on "
-    )
-    assert "attach report.txt" in said
-
-
-def test_explain_says_why(wrong_forward):
-    program = """
-    explain = jax_flash_metal.explain
-    print(explain(x, x, x))
-    print(explain(x, x, x, implementation="metal"))
-    short = x[:, :3]
-    print(explain(short, x, x))
-    """
-    lines = run(wrong_forward, program).stdout.splitlines()
-    assert lines[0].startswith("xla: the kernel attention_forward_float32_d32_")
-    assert lines[1].startswith("unsupported: the kernel attention_forward_float32_d32_")
-    assert lines[2] == "metal: the kernels run on a device."
-
-
-def test_explain_says_why_of_the_gradient(wrong_gradient):
-    program = """
     explain = jax_flash_metal.explain
     print(explain(x, x, x))
     print(explain(x, x, x, implementation="metal"))
     """
     lines = run(wrong_gradient, program).stdout.splitlines()
     kernel = "the kernel attention_backward_dkv_float32_d32_q32_k32_s4 is disabled on"
-    for line, fate in zip(lines, ("takes the reference", "is unsupported")):
+    for line, fate in zip(
+        lines, ("takes the reference", "is unsupported"), strict=True
+    ):
         assert line.startswith(
             f"metal: the kernels run on a device. The gradient {fate}: {kernel} "
         )
+
+
+def test_explain_and_demanded_kernels_say_why(wrong_forward):
+    program = """
+    explain = jax_flash_metal.explain
+    print(explain(x, x, x))
+    print(explain(x, x, x, implementation="metal"))
+    short = x[:, :3]
+    print(explain(short, x, x))
+    try:
+        attend(x, x, x, implementation="metal")
+    except NotImplementedError as error:
+        print(error)
+    """
+    lines = run(wrong_forward, program).stdout.splitlines()
+    assert lines[0].startswith("xla: the kernel attention_forward_float32_d32_")
+    assert lines[1].startswith("unsupported: the kernel attention_forward_float32_d32_")
+    assert lines[2] == "metal: the kernels run on a device."
+    assert lines[3].startswith(
+        "implementation='metal' cannot run this call: the kernel "
+        "attention_forward_float32_d32_q32_k32_s4 is disabled on "
+    )
+    assert "attach report.txt" in lines[3]
 
 
 def test_a_missing_kernel_is_a_failure_with_a_sentence(tmp_path):
@@ -245,16 +299,18 @@ def test_a_kernel_that_crashes_the_process_does_so_once(wrong_forward, tmp_path)
 
 
 def test_doctor_fails_and_says_what(wrong_forward):
-    done = wrong_forward.run(
-        "-m",
-        "jax_flash_metal",
-        "doctor",
-        "--time-budget",
-        "1",
-        PYTHONIOENCODING="ascii",
-    )
+    """And tests disabled kernels again: what a bad moment has disabled comes back."""
+    run(wrong_forward, "jax_flash_metal.explain(x, x, x)")
+    (file,) = (wrong_forward.folder / "cache" / "proofs").iterdir()
+    content = json.loads(file.read_text())
+    assert content["verdicts"]
+    for verdict in content["verdicts"].values():
+        verdict["failure"] = "a bad moment"
+    file.write_text(json.dumps(content))
+    arguments = ("-m", "jax_flash_metal", "doctor", "--time-budget", "0")
+    done = wrong_forward.run(*arguments, PYTHONIOENCODING="ascii")
     assert done.returncode == 1, done.stderr
-    assert "1 of 8 kernels fail and are disabled" in " ".join(done.stdout.split())
+    assert "1 of 12 kernels fail and are disabled" in " ".join(done.stdout.split())
     assert "FAILED: self-test, " in done.stderr
     assert "The report is in jax-flash-metal-report.txt." in done.stderr
     report = (wrong_forward.folder / "jax-flash-metal-report.txt").read_text()
@@ -269,16 +325,6 @@ def test_doctor_fails_and_says_what(wrong_forward):
     # It demands the kernels: it cannot pass by taking the reference.
     assert checks["training"]["status"] == "fail"
     assert "is disabled on" in checks["training"]["message"]
-
-
-def test_doctor_tests_disabled_kernels_again(wrong_forward):
-    """What a bad moment has disabled comes back."""
-    (file,) = (wrong_forward.folder / "cache" / "proofs").iterdir()
-    content = json.loads(file.read_text())
-    for verdict in content["verdicts"].values():
-        verdict["failure"] = "a bad moment"
-    file.write_text(json.dumps(content))
-    wrong_forward.run("-m", "jax_flash_metal", "doctor", "--time-budget", "0")
     verdicts = json.loads(file.read_text())["verdicts"]
     failed = [name for name, verdict in verdicts.items() if verdict["failure"]]
-    assert [name.split("_float32")[0] for name in failed] == ["attention_forward"]
+    assert {name.split("_float32")[0] for name in failed} == {"attention_forward"}

@@ -4,7 +4,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "plugin/c_api/c_api.h"
@@ -12,8 +15,9 @@
 #include "tests/sanitize/specs.h"
 
 extern "C" {
-void* jax_flash_metal_forward_v1(const void* frame);
-void* jax_flash_metal_backward_v1(const void* frame);
+void* jax_flash_metal_forward_v2(const void* frame);
+void* jax_flash_metal_backward_v2(const void* frame);
+void* jax_flash_metal_gradient_v2(const void* frame);
 }
 
 namespace jfm::pjrt {
@@ -35,62 +39,149 @@ const std::vector<int64_t> kQuery = {kBatch, kQLen, kHeads, kDim};
 const std::vector<int64_t> kKey = {kBatch, kKvLen, kKvHeads, kDim};
 const std::vector<int64_t> kStatistic = {kBatch, kHeads, kQLen};
 
-Attributes Options(bool is_causal) {
-  return {{"version", Int(1)},
-          {"scale", Float(0.25f)},
-          {"is_causal", Scalar<uint8_t>(XLA_FFI_PRED, is_causal)},
-          {"q_offset", Int(16)}};
-}
+// The optional operands in their order, with numbers that make sense.
+struct Optional {
+  TensorType type;
+  std::vector<int32_t> ints;  // bits of whatever type it is
+  std::vector<uint8_t> bytes;
+  Data floats;
 
-CallSpec Forward(bool is_causal) {
-  return {"jax_flash_metal_forward_v1",
-          Options(is_causal),
-          {Floats(kQuery), Floats(kKey), Floats(kKey)},
-          {Floats(kQuery), Floats(kStatistic)}};
-}
-CallSpec Backward(bool is_causal) {
-  return {"jax_flash_metal_backward_v1",
-          Options(is_causal),
-          {Floats(kQuery), Floats(kKey), Floats(kKey), Floats(kQuery), Floats(kStatistic),
-           Floats(kQuery), Floats(kStatistic)},
-          {Floats(kQuery), Floats(kKey), Floats(kKey)}};
-}
-
-struct Gradients {
-  Data dquery, dkey, dvalue;
-  bool operator==(const Gradients& other) const {
-    return dquery == other.dquery && dkey == other.dkey && dvalue == other.dvalue;
+  void* data() {
+    return !floats.empty() ? static_cast<void*>(floats.data())
+           : !bytes.empty() ? static_cast<void*>(bytes.data())
+                            : static_cast<void*>(ints.data());
   }
 };
 
-Gradients Step(const CustomCall& forward, const CustomCall& backward, int seed) {
-  Data query = Numbers(kQuery, seed), key = Numbers(kKey, seed + 1),
-       value = Numbers(kKey, seed + 2);
-  Data out(query.size()), logsumexp(kBatch * kHeads * kQLen), dlogsumexp(logsumexp.size());
-  CheckOk(forward.Execute({query.data(), key.data(), value.data()}, {out.data(), logsumexp.data()},
-                          {}));
-  Gradients gradients = {Data(query.size()), Data(key.size()), Data(key.size())};
-  CheckOk(backward.Execute(
-      {query.data(), key.data(), value.data(), out.data(), logsumexp.data(), out.data(),
-       dlogsumexp.data()},
-      {gradients.dquery.data(), gradients.dkey.data(), gradients.dvalue.data()}, {}));
-  for (float element : gradients.dquery) CHECK(std::isfinite(element));
-  return gradients;
+Optional FloatsOf(std::vector<int64_t> dims, int seed) {
+  Optional optional;
+  optional.floats = Numbers(dims, seed);
+  optional.type = Floats(std::move(dims));
+  return optional;
 }
 
-void Calls() {
-  for (auto* function : {&jax_flash_metal_forward_v1, &jax_flash_metal_backward_v1}) {
-    HandlerStages stages;
-    stages.execute = reinterpret_cast<void*>(function);
-    CheckOk(RegisterHandler(function == &jax_flash_metal_forward_v1 ? "jax_flash_metal_forward_v1"
-                                                                    : "jax_flash_metal_backward_v1",
-                            stages));
+Optional IntsOf(std::vector<int64_t> dims, int32_t base, int32_t range, int32_t type) {
+  Optional optional;
+  int64_t count = 1;
+  for (int64_t size : dims) count *= size;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t value = base + static_cast<int32_t>(i * 5 % range);
+    if (type == XLA_FFI_PRED) {
+      optional.bytes.push_back(value != 0);
+    } else {
+      optional.ints.push_back(value);
+    }
   }
-  for (bool is_causal : {false, true}) {
-    const std::unique_ptr<CustomCall> forward = MakeCall(Forward(is_causal));
-    const std::unique_ptr<CustomCall> backward = MakeCall(Backward(is_causal));
-    const Gradients expected = Step(*forward, *backward, 1);
-    InThreads(4, [&](int) { CHECK(Step(*forward, *backward, 1) == expected); });
+  optional.type = {type, std::move(dims)};
+  return optional;
+}
+
+std::vector<Optional> AllOptional() {
+  return {FloatsOf({1, kHeads, kQLen, kKvLen}, 1),
+          IntsOf({kBatch, 1, kQLen, kKvLen}, 0, 7, XLA_FFI_PRED),
+          IntsOf({kBatch}, 11, 9, XLA_FFI_S32),          // q_offset
+          IntsOf({kBatch, kQLen}, 0, 2, XLA_FFI_S32),    // segment ids
+          IntsOf({1, kKvLen}, 0, 2, XLA_FFI_S32),
+          IntsOf({kBatch}, kQLen - 4, 3, XLA_FFI_S32),   // lengths
+          IntsOf({kBatch}, kKvLen - 9, 20, XLA_FFI_S32),
+          FloatsOf({1, kHeads}, 2),                      // sinks
+          FloatsOf({kBatch, kHeads}, 3),                 // slopes
+          IntsOf({1, 2}, 12345, 9, XLA_FFI_U32),         // dropout
+          IntsOf({kBatch}, 0, 7, XLA_FFI_S32),
+          IntsOf({1, kHeads}, 0, 31, XLA_FFI_S32)};
+}
+
+constexpr const char* kTargets[] = {"jax_flash_metal_forward_v2", "jax_flash_metal_backward_v2",
+                                    "jax_flash_metal_gradient_v2"};
+
+// A call of plain attention, or with all options and operands. Results: those of the target.
+CallSpec Spec(int target, bool has_options, std::vector<TensorType> results, int64_t of = 0) {
+  CallSpec spec;
+  spec.target = kTargets[target];
+  spec.attributes = {{"version", Int(2)},
+                     {"scale", Float(0.25f)},
+                     {"is_causal", Scalar<uint8_t>(XLA_FFI_PRED, has_options)},
+                     {"q_offset", Int(16)},
+                     {"window_left", Int(has_options ? 40 : -1)},
+                     {"window_right", Int(-1)},
+                     {"logits_soft_cap", Float(has_options ? 3 : 0)},
+                     {"dropout_rate", Scalar<double>(XLA_FFI_F64, has_options ? 0.25 : 0)},
+                     {"operands", Int(has_options ? 4095 : 0)}};
+  if (target == 2) spec.attributes.emplace_back("gradient_of", Int(of));
+  spec.operands = {Floats(kQuery), Floats(kKey), Floats(kKey)};
+  if (has_options) {
+    for (const Optional& optional : AllOptional()) spec.operands.push_back(optional.type);
+  }
+  if (target > 0) {
+    for (const auto& dims : {kQuery, kStatistic, kQuery, kStatistic}) {
+      spec.operands.push_back(Floats(dims));
+    }
+  }
+  spec.results = std::move(results);
+  return spec;
+}
+
+CallSpec Forward(bool has_options) {
+  return Spec(0, has_options, {Floats(kQuery), Floats(kStatistic)});
+}
+CallSpec Backward(bool has_options) {
+  return Spec(1, has_options, {Floats(kQuery), Floats(kKey), Floats(kKey)});
+}
+// Of bias (in its size, and summed over all but the heads), sinks and slopes.
+const struct { int64_t of; std::vector<int64_t> dims; } kGradients[] = {
+    {0, {1, kHeads, kQLen, kKvLen}}, {0, {1, kHeads, 1, 1}}, {1, {1, kHeads}}, {2, {kBatch, kHeads}}};
+
+struct Calls {
+  std::unique_ptr<CustomCall> forward, backward;
+  std::vector<std::unique_ptr<CustomCall>> gradients;
+
+  explicit Calls(bool has_options)
+      : forward(MakeCall(Forward(has_options))), backward(MakeCall(Backward(has_options))) {
+    if (!has_options) return;
+    for (const auto& gradient : kGradients) {
+      gradients.push_back(MakeCall(Spec(2, true, {Floats(gradient.dims)}, gradient.of)));
+    }
+  }
+};
+
+// All results that come from query, key, value and the cotangent out.
+std::vector<Data> Step(const Calls& calls, int seed) {
+  Data query = Numbers(kQuery, seed), key = Numbers(kKey, seed + 1),
+       value = Numbers(kKey, seed + 2);
+  std::vector<Optional> optional;
+  if (!calls.gradients.empty()) optional = AllOptional();
+  std::vector<void*> operands = {query.data(), key.data(), value.data()};
+  for (Optional& one : optional) operands.push_back(one.data());
+  std::vector<Data> results = {Data(query.size()), Data(kBatch * kHeads * kQLen)};
+  CheckOk(calls.forward->Execute(operands, {results[0].data(), results[1].data()}, {}));
+  Data out = results[0], logsumexp = results[1], dlogsumexp(logsumexp.size());
+  for (Data* data : {&out, &logsumexp, &out, &dlogsumexp}) operands.push_back(data->data());
+  Data dquery(query.size()), dkey(key.size()), dvalue(value.size());
+  CheckOk(calls.backward->Execute(operands, {dquery.data(), dkey.data(), dvalue.data()}, {}));
+  for (float element : dquery) CHECK(std::isfinite(element));
+  for (Data* data : {&dquery, &dkey, &dvalue}) results.push_back(*data);
+  for (size_t i = 0; i < calls.gradients.size(); ++i) {
+    Data gradient = Numbers(kGradients[i].dims, 0);
+    CheckOk(calls.gradients[i]->Execute(operands, {gradient.data()}, {}));
+    for (float element : gradient) CHECK(std::isfinite(element));
+    results.push_back(gradient);
+  }
+  return results;
+}
+
+void GoodCalls() {
+  void* const functions[] = {reinterpret_cast<void*>(jax_flash_metal_forward_v2),
+                             reinterpret_cast<void*>(jax_flash_metal_backward_v2),
+                             reinterpret_cast<void*>(jax_flash_metal_gradient_v2)};
+  for (size_t i = 0; i < std::size(functions); ++i) {
+    HandlerStages stages;
+    stages.execute = functions[i];
+    CheckOk(RegisterHandler(kTargets[i], stages));
+  }
+  for (bool has_options : {false, true}) {
+    const Calls calls(has_options);
+    const std::vector<Data> expected = Step(calls, 1);
+    InThreads(4, [&](int) { CHECK(Step(calls, 1) == expected); });
   }
 }
 
@@ -117,6 +208,21 @@ void BadCalls() {
   spec = Forward(false);
   spec.attributes.pop_back();
   fails(spec, "attribute");
+  spec = Forward(true);
+  spec.operands.pop_back();
+  fails(spec, "expected 15 operands");
+  spec = Forward(true);
+  spec.operands[3].dims[2] = 2;
+  fails(spec, "bias must have the same q_len as query, or 1");
+  spec = Forward(true);
+  spec.operands[4].dtype = XLA_FFI_U8;
+  fails(spec, "mask must be bool");
+  spec = Forward(true);
+  spec.attributes.back().second = Int(4095 & ~16);
+  spec.operands.erase(spec.operands.begin() + 7);
+  fails(spec, "must be given together, but got only q_segment_ids");
+  spec = Spec(2, true, {Floats({1, kHeads})}, 0);
+  fails(spec, "gradient must have 4 dimensions");
 }
 
 // One problem of the C ABI over dense memory without batch dimensions.
@@ -124,6 +230,8 @@ struct Problem {
   Data query = Numbers({kQLen, kHeads, kDim}, 1), key = Numbers({kKvLen, kKvHeads, kDim}, 2);
   Data value = Numbers({kKvLen, kKvHeads, kDim}, 3), out = Data(query.size());
   Data logsumexp = Data(kHeads * kQLen), dlogsumexp = Data(kHeads * kQLen);
+  Data bias = Numbers({kHeads, kKvLen}, 4), dbias = Data(bias.size());
+  Data sinks = Numbers({kHeads}, 5);
   Data dquery = Data(query.size()), dkey = Data(key.size()), dvalue = Data(value.size());
   JfmAttentionProblem c = {};
 
@@ -143,6 +251,7 @@ struct Problem {
     c.num_kv_heads = kKvHeads;
     c.head_dim = c.value_head_dim = kDim;
     c.scale = 0.25f;
+    c.window_left = c.window_right = -1;
     c.is_causal = 1;
     c.q_offset = 16;
     c.query = Tensor(query, kDim, kHeads * kDim);
@@ -154,6 +263,11 @@ struct Problem {
     c.dquery = Tensor(dquery, kDim, kHeads * kDim);
     c.dkey = Tensor(dkey, kDim, kKvHeads * kDim);
     c.dvalue = Tensor(dvalue, kDim, kKvHeads * kDim);
+    c.operands = JFM_HAS_BIAS | JFM_HAS_SINKS;
+    c.bias = Tensor(bias, kKvLen, 0);  // shared over queries
+    c.gradient = Tensor(dbias, kKvLen, 0);
+    c.bias.col_stride = c.gradient.col_stride = 1;
+    c.sinks = Tensor(sinks, 1, 0);
   }
 };
 
@@ -170,11 +284,15 @@ void CAbi() {
       const int backward = jfm_attention_backward(&problem.c, message, sizeof(message));
       if (backward != 0) std::fprintf(stderr, "%s\n", message);
       CHECK(backward == 0);
+      CHECK(jfm_attention_gradient(&problem.c, message, sizeof(message)) == 0);
+      for (float element : problem.dbias) CHECK(std::isfinite(element) && element != 0);
     });
   }
   Problem problem;
-  CHECK(jfm_attention_kernels(&problem.c, 1, error, sizeof(error)) == 0);
-  CHECK(std::strlen(error) > 0);
+  for (int pass : {JFM_FORWARD, JFM_BACKWARD, JFM_GRADIENT}) {
+    CHECK(jfm_attention_kernels(&problem.c, pass, error, sizeof(error)) == 0);
+    CHECK(std::strlen(error) > 0);
+  }
   problem.c.key.size_bytes = 4;
   CHECK(jfm_attention_forward(&problem.c, error, sizeof(error)) != 0);
   problem = Problem();
@@ -187,7 +305,7 @@ void CAbi() {
 }  // namespace jfm::pjrt
 
 int main() {
-  jfm::pjrt::Calls();
+  jfm::pjrt::GoodCalls();
   jfm::pjrt::BadCalls();
   jfm::pjrt::CAbi();
   std::puts("attention: good");

@@ -284,7 +284,7 @@ def compile_driver(
         request = build.Request(
             kernel_dir=KERNEL_DIR,
             only=None,
-            head_dims=frozenset((32, 256)),  # 256: the backward pass's delta kernel
+            head_dims=frozenset((32, 64, 256)),  # some kernels begin at 64 or 256
             flavour="fast",
             target=build.TARGETS[build.host_target()],
             cache=cache,

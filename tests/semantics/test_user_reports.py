@@ -261,7 +261,10 @@ def test_report_09_jax_35916(rng):
     """(B, H, L, D) passed to a BTNH function is an error, or at least another shape."""
     inputs = qkv(rng, 2, 10, 12, 4, 4, 8)
     swapped = [np.swapaxes(x, 1, 2) for x in inputs.operands]
-    with pytest.raises(ValueError, match="query and (key|value) must have the same|must be a multiple of"):
+    with pytest.raises(
+        ValueError,
+        match="query and (key|value) must have the same|must be a multiple of",
+    ):
         flash_attention(*swapped, implementation="metal")
 
 

@@ -1,5 +1,7 @@
 #include "plugin/device/software/software_device.h"
 
+#include <pthread.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -68,6 +70,7 @@ class RunnerPool {
     std::lock_guard<std::mutex> lock(mutex_);
     free_.push_back(std::move(runner));
   }
+  std::mutex& mutex() { return mutex_; }
 
  private:
   std::mutex mutex_;  // protects free_
@@ -264,6 +267,8 @@ class SoftwareDeviceImpl : public Device {
 
   void SetCacheFolder(const std::string&) override {}  // pipelines are compiled already
 
+  std::mutex& mutex() { return mutex_; }
+
  private:
   static const SoftwareKernel* FindKernel(const std::string& name) {
     for (size_t i = 0; i < kNumSoftwareKernels; ++i) {
@@ -278,11 +283,28 @@ class SoftwareDeviceImpl : public Device {
       pipelines_;
 };
 
+SoftwareDeviceImpl& TheDevice() {
+  static SoftwareDeviceImpl& device = *new SoftwareDeviceImpl;
+  return device;
+}
+
 }  // namespace
 
 Device& SoftwareDevice() {
-  static SoftwareDeviceImpl& device = *new SoftwareDeviceImpl;
-  return device;
+  // A fork() waits until no other thread holds a mutex of the device: its child has none of
+  // these threads, and would wait for them for ever. The thread pool has its own answer.
+  [[maybe_unused]] static const int registered = [] {
+    const auto unlock = [] {
+      Runners().mutex().unlock();
+      TheDevice().mutex().unlock();
+    };
+    const auto lock = [] {
+      TheDevice().mutex().lock();
+      Runners().mutex().lock();
+    };
+    return pthread_atfork(lock, unlock, unlock);
+  }();
+  return TheDevice();
 }
 
 void SetSoftwareDeviceThreads(int num_threads) { SetNumThreads(num_threads); }

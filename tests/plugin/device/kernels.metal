@@ -322,3 +322,15 @@ kernel void reads_output(device float* out [[buffer(0)]],
 kernel void wild(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
   out[long(i) + (1L << 40)] = 1.0f;
 }
+
+// Reads `source` also where it does not exist.
+kernel void optional_source(device float* out [[buffer(0)]],
+                            device const float* source [[buffer(1), function_constant(add_one)]],
+                            uint i [[thread_index_in_threadgroup]]) {
+  out[i] = source[i];
+}
+
+kernel void neighbour_bytes(device uchar* out [[buffer(0)]],
+                            uint i [[thread_index_in_threadgroup]]) {
+  out[i] = uchar(i);
+}

@@ -372,18 +372,35 @@ def test_a_kernel_runs(client):
     assert 0 < times[0] < times[1]
 
 
-def test_plain_kernels_are_found_too(client):
-    values = client.buffer()
-    client.array(values).view(np.int32)[:] = 5
+def _incremented(client, num_buffers, constants, times=1):
+    """What INCREMENT, with so many buffers, makes of 5 and 100."""
+    buffers = [client.buffer() for _ in range(num_buffers)]
+    for buffer, start in zip(buffers, (5, 100)):
+        client.array(buffer).view(np.int32)[:] = start
+    pipeline = client.pipeline(
+        descriptor=client.descriptor(client.function(INCREMENT, constants))
+    )
     command_buffer = client.send(client.queue(), "commandBuffer")
     encoder = client.encoder(command_buffer)
-    client.bind(encoder, [values], client.pipeline(INCREMENT), factor=None)
-    client.dispatch(encoder)
-    client.dispatch(encoder)
+    client.bind(encoder, buffers, pipeline, factor=None)
+    for _ in range(times):
+        client.dispatch(encoder)
     client.end(encoder)
     client.commit(command_buffer)
     client.wait(command_buffer)
-    np.testing.assert_array_equal(client.array(values).view(np.int32), 5 - 3 - 3)
+    return client.array(buffers[0]).view(np.int32)
+
+
+def test_plain_kernels_are_found_too(client):
+    values = _incremented(client, 2, client.good_constants(), times=2)
+    np.testing.assert_array_equal(values, 5 + 2 * (100 - 3))
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_an_argument_of_a_constant_that_is_false_does_not_exist(client, num_buffers):
+    constants = client.good_constants(add_one=False)
+    values = _incremented(client, num_buffers, constants)
+    np.testing.assert_array_equal(values, 5 - 3)
 
 
 def test_command_buffers_run_in_the_order_of_commit(fake, client):
@@ -821,14 +838,21 @@ def test_a_function_that_the_source_has_not(client):
 def test_the_real_sources_fit_the_software_kernels(fake, client):
     """As the layer sends them: everything flattened, then one instantiation."""
     variants = build.load_variants()
+    params = (build.KERNEL_DIR / "attention_params.h").read_text()
+    declared = re.findall(r"X\((bool|int), \w+, (\d+)\)", params)
+    assert len(declared) > 10
     for variant in variants[:: len(variants) // 6]:
         text = _flattened(build.KERNEL_DIR / f"{variant.source}.metal", set())
         error = ctypes.c_void_p()
         library = client.library(text + variant.instantiation(), error)
         assert library, client.error_text(error)
         constants = client.constants(
-            *((BOOL, index, ctypes.c_uint8(1)) for index in range(3)),
-            *((INT, index, ctypes.c_int32(32)) for index in (3, 4)),
+            *(
+                (BOOL, int(index), ctypes.c_uint8(1))
+                if kind == "bool"
+                else (INT, int(index), ctypes.c_int32(32))
+                for kind, index in declared
+            )
         )
         function = client.function(variant.host_name, constants, library, error)
         assert client.pipeline(descriptor=client.descriptor(function), error=error)
@@ -1651,6 +1675,11 @@ def end_twice(client, fake):
 @misuse(r"scale_float32: buffer 'out' at index 1: nothing is bound")
 def unbound_buffer(client, fake):
     _encoding(client, client.dispatch, [client.buffer()])
+
+
+@misuse(r"increment: buffer 'more' at index 1: nothing is bound")
+def unbound_buffer_of_a_constant_that_is_true(client, fake):
+    _incremented(client, 1, client.good_constants())
 
 
 @misuse(r"buffer 'factor' at index 2: nothing is bound")

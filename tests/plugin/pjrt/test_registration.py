@@ -412,10 +412,10 @@ def test_exported_for_two_platforms():
     from jax_flash_metal import flash_attention
     x = np.linspace(-1, 1, 256, dtype=np.float32).reshape(1, 8, 2, 16)
     attend = jax.jit(lambda x: flash_attention(x, x, x, is_causal=True))
-    allowed = export.DisabledSafetyCheck.custom_call("jax_flash_metal_forward_v1")
+    allowed = export.DisabledSafetyCheck.custom_call("jax_flash_metal_forward_v2")
     platforms = ["cpu", "flash_metal"]
     exported = export.export(attend, platforms=platforms, disabled_checks=[allowed])(x)
-    assert "jax_flash_metal_forward_v1" in exported.mlir_module()
+    assert "jax_flash_metal_forward_v2" in exported.mlir_module()
     for platform in platforms:
         out = exported.call(jax.device_put(x, jax.devices(platform)[0]))
         print(next(iter(out.devices())).platform, np.abs(out - attend(x)).max() < 1e-5)

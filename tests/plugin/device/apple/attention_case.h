@@ -1,6 +1,7 @@
 // Attention problems over memory of their own, to run on two devices and compare.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -19,25 +20,21 @@ struct Shape {
   int64_t batch = 2, q_len = 37, kv_len = 53, num_heads = 6, num_kv_heads = 3;
   int64_t head_dim = 32, value_head_dim = 32;
   bool is_causal = false;
+  bool has_features = false;  // all optional operands and options at once
 };
 
-// The ten tensors of both passes, dense, each in memory that starts `shift` bytes behind an
-// aligned address; the operands hold numbers of about 1.
+// The tensors of all passes, dense, each in memory that starts `shift` bytes behind an
+// aligned address; the operands hold numbers of about 1, or small ones that make sense.
 class Attention {
  public:
   explicit Attention(const Shape& shape, size_t shift = 0) : shape_(shape), shift_(shift) {
     uint32_t state = 1;
-    for (size_t i = 0; i < kTensors.size(); ++i) {
+    for (size_t i = 0; i < memory_.size(); ++i) {
       memory_[i].resize(Bytes(i) + 64 + shift_);
-      const bool is_float = kTensors[i].is_statistic() || shape_.dtype == Dtype::kFloat32;
-      const size_t width = is_float ? 4 : 2;
+      const size_t width = ElementBytes(i);
       for (size_t at = 0; at < Bytes(i); at += width) {
-        state = state * 1664525 + 1013904223;  // numbers in [0.5, 1), of either sign
-        const uint32_t sign = state >> 31, digits = state >> 8;
-        const uint32_t bits = is_float ? sign << 31 | 0x3f000000 | (digits & 0x7fffff)
-                              : shape_.dtype == Dtype::kFloat16
-                                  ? sign << 15 | 0x3800 | (digits & 0x3ff)
-                                  : sign << 15 | 0x3f00 | (digits & 0x7f);
+        state = state * 1664525 + 1013904223;
+        const uint32_t bits = Bits(i, state);
         std::memcpy(Data(i) + at, &bits, width);
       }
     }
@@ -49,51 +46,94 @@ class Attention {
   }
 
   size_t Bytes(size_t tensor) const {
-    const TensorSpec& spec = kTensors[tensor];
-    const AttentionProblem p = Sizes();
-    const int64_t rows = shape_.batch * p.*spec.rows * p.*spec.heads;
-    return static_cast<size_t>(
-        spec.is_statistic() ? rows * 4 : rows * p.*spec.width * SizeBytes(shape_.dtype));
+    const AttentionProblem p = Sizes(tensor);
+    const TensorSpec spec = Spec(tensor);
+    int64_t count = shape_.batch;
+    for (size_t i = 0; i < spec.num_dims; ++i) count *= spec.dims[i].Size(p);
+    return static_cast<size_t>(count) * ElementBytes(tensor);
   }
 
   // With strides, but no buffers.
-  AttentionProblem Problem() const {
-    AttentionProblem p = Sizes();
-    for (const TensorSpec& spec : kTensors) {
+  AttentionProblem Problem(GradientOf of = GradientOf::kBias) const {
+    AttentionProblem p = Sizes(GradientMemory(of));
+    for (size_t i = 0; i < kTensors.size(); ++i) {
+      const TensorSpec spec = SpecOfTensor(i, p);
       TensorView& view = p.*spec.view;
-      const int64_t rows = p.*spec.rows, heads = p.*spec.heads;
-      view.row_stride = spec.is_statistic() ? 1 : heads * p.*spec.width;
-      view.head_stride = spec.is_statistic() ? rows : p.*spec.width;
-      view.batch_strides = {rows * heads * (spec.is_statistic() ? 1 : p.*spec.width)};
+      int64_t stride = 1;
+      for (size_t d = spec.num_dims; d-- > 0;) {
+        if (spec.dims[d].stride != nullptr) view.*spec.dims[d].stride = stride;
+        stride *= spec.dims[d].Size(p);
+      }
+      view.batch_strides = {stride};
     }
     return p;
   }
 
-  Status Run(Device& device, const Pass& pass) {
+  Status Run(Device& device, const Pass& pass, GradientOf of = GradientOf::kBias) {
     HostProblem host;
-    host.problem = Problem();
-    for (size_t i = 0; i < pass.num_tensors; ++i) {
-      host.memory[i] = {Data(i), static_cast<int64_t>(Bytes(i))};
+    host.problem = Problem(of);
+    for (size_t i : pass.Tensors(host.problem)) {
+      const size_t memory = i == kGradientTensor ? GradientMemory(of) : i;
+      host.memory[i] = {Data(memory), static_cast<int64_t>(Bytes(memory))};
     }
     return RunOnHost(device, pass, std::move(host));
   }
+  // All passes that there are.
   Status Run(Device& device) {
     Status status = Run(device, kForwardPass);
-    return status.ok() ? Run(device, kBackwardPass) : status;
+    if (status.ok()) status = Run(device, kBackwardPass);
+    if (!shape_.has_features) return status;
+    for (GradientOf of : {GradientOf::kBias, GradientOf::kSinks, GradientOf::kSlopes}) {
+      if (status.ok()) status = Run(device, kGradientPass, of);
+    }
+    return status;
   }
 
   // Bit for bit.
   bool operator==(Attention& other) {
-    for (size_t i = 0; i < kTensors.size(); ++i) {
+    for (size_t i = 0; i < memory_.size(); ++i) {
       if (std::memcmp(Data(i), other.Data(i), Bytes(i)) != 0) return false;
     }
     return true;
   }
 
  private:
-  AttentionProblem Sizes() const {
+  // The last tensor of the table has a memory for each operand that it can be of.
+  static size_t GradientMemory(GradientOf of) { return kGradientTensor + static_cast<size_t>(of); }
+
+  TensorSpec Spec(size_t memory) const {
+    return SpecOfTensor(std::min(memory, kGradientTensor), Sizes(memory));
+  }
+  size_t ElementBytes(size_t memory) const {
+    return static_cast<size_t>(SpecOf(Spec(memory).element, Sizes(memory)).size_bytes);
+  }
+
+  uint32_t Bits(size_t memory, uint32_t random) const {
+    const uint32_t sign = random >> 31, digits = random >> 8;
+    const TensorSpec spec = Spec(memory);
+    switch (spec.element) {
+      case Element::kUint32:
+        return random;
+      case Element::kBool:
+        return digits % 4 != 0;
+      case Element::kInt32: {
+        const bool is_length = spec.view == &AttentionProblem::query_seq_lengths ||
+                               spec.view == &AttentionProblem::key_value_seq_lengths;
+        return (is_length ? static_cast<uint32_t>(shape_.q_len) - 2 : 0) + digits % 2;
+      }
+      default:
+        break;
+    }
+    // Numbers in [0.5, 1), of either sign.
+    const Dtype dtype = spec.element == Element::kFloat32 ? Dtype::kFloat32 : shape_.dtype;
+    return dtype == Dtype::kFloat32   ? sign << 31 | 0x3f000000 | (digits & 0x7fffff)
+           : dtype == Dtype::kFloat16 ? sign << 15 | 0x3800 | (digits & 0x3ff)
+                                      : sign << 15 | 0x3f00 | (digits & 0x7f);
+  }
+
+  AttentionProblem Sizes(size_t memory) const {
     AttentionProblem p;
-    p.dtype = shape_.dtype;
+    p.dtype = p.bias_dtype = shape_.dtype;
     p.batch_sizes = {shape_.batch};
     p.q_len = shape_.q_len;
     p.kv_len = shape_.kv_len;
@@ -104,12 +144,21 @@ class Attention {
     p.scale = 0.25f;
     p.is_causal = shape_.is_causal;
     p.q_offset = shape_.kv_len - shape_.q_len;
+    if (shape_.has_features) {
+      SetGiven(p, (1 << kNumOptional) - 1);
+      p.window_left = shape_.kv_len - 5;
+      p.logits_soft_cap = 3;
+      p.dropout_rate = 0.25;
+    }
+    if (memory > kGradientTensor) {
+      p.gradient_of = static_cast<GradientOf>(memory - kGradientTensor);
+    }
     return p;
   }
 
   Shape shape_;
   size_t shift_;
-  std::array<std::vector<char>, kTensors.size()> memory_;
+  std::array<std::vector<char>, kTensors.size() + 2> memory_;
 };
 
 }  // namespace jfm

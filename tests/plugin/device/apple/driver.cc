@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -121,19 +122,29 @@ class TemporaryFolder {
 struct Forward {
   explicit Forward(const Shape& s = {Dtype::kFloat32, 1, 9, 11, 1, 1, 32, 32, false})
       : shape(s), attention(s) {
-    plan = std::make_unique<Plan>(Take(PlanForward(attention.Problem())));
+    plan = std::make_unique<Plan>(Take(kForwardPass.plan(attention.Problem())));
     CHECK(plan->launches.size() == 1);
   }
   const Launch& launch() const { return plan->launches[0]; }
   std::string kernel() const { return launch().variant->host_name; }
+  // As the layer writes them.
+  std::string constants() const {
+    std::string text;
+    for (const FunctionConstant& constant : launch().constants) {
+      text += "_" + std::to_string(constant.index) + "-" + std::to_string(constant.value);
+    }
+    return text;
+  }
   Result<const Pipeline*> GetPipeline(Device& device) const {
     return device.GetPipeline(kernel(), launch().constants);
   }
+  std::vector<size_t> tensors() const { return kForwardPass.Tensors(attention.Problem()); }
   void Wrap(Device& device) {
-    for (size_t i = 0; i < kForwardPass.num_tensors; ++i) {
-      buffers.push_back(Take(device.WrapHostMemory(
+    buffers.resize(kNumOperands);
+    for (size_t i : tensors()) {
+      buffers[i] = Take(device.WrapHostMemory(
           attention.Data(i), attention.Bytes(i),
-          i < kForwardPass.num_operands ? Access::kOperand : Access::kResult)));
+          kForwardPass.IsResult(i) ? Access::kResult : Access::kOperand));
     }
   }
   // Bound to `buffers`.
@@ -164,7 +175,7 @@ struct Forward {
   Shape shape;
   Attention attention;
   std::unique_ptr<Plan> plan;
-  std::vector<std::unique_ptr<Buffer>> buffers;
+  std::vector<std::unique_ptr<Buffer>> buffers;  // by Operand
 };
 
 // ---- Attention -----------------------------------------------------------------------
@@ -176,6 +187,8 @@ const Shape kShapes[] = {
     {Dtype::kFloat32, 1, 5, 300, 4, 2, 200, 256, false},  // few queries: the split kernels
     {Dtype::kFloat16, 1, 9, 5, 1, 1, 7, 5, false},        // all smaller than a page
     {Dtype::kFloat32, 0, 4, 4, 1, 1, 32, 32, false},      // nothing to do
+    {Dtype::kFloat32, 2, 37, 53, 6, 3, 32, 32, true, true},  // all options and operands
+    {Dtype::kBfloat16, 1, 5, 130, 2, 1, 32, 32, false, true},
 };
 
 void RunsAttention() {
@@ -296,7 +309,8 @@ void ReportsCompilers() {
   fails(Code::kInternal, forward.kernel() + ": Metal gives no reason");
   Fail(kNewFunction, FAKE_METAL_ERROR, "no such constant");
   fails(Code::kInternal, "cannot specialise " + forward.kernel() +
-                             " for the function constants_0-0_1-0_2-0_3-32_4-32: no such constant");
+                             " for the function constants" + forward.constants() +
+                             ": no such constant");
   Fail(kNewPipeline, FAKE_METAL_ERROR, "too many registers");
   fails(Code::kInternal, "a pipeline of " + forward.kernel() + ": too many registers");
   fake_metal_set_fact("threadExecutionWidth", 64);
@@ -345,7 +359,8 @@ void KeepsPipelines() {
   CHECK(found.size() == 1);
   const files::path path = found[0], key = path.parent_path();
   const Forward forward;
-  CHECK(path.filename() == forward.kernel() + "_0-0_1-0_2-0_3-32_4-32.metalarchive");
+  CHECK(path.filename() == forward.kernel() + forward.constants() + ".metalarchive");
+  CHECK(forward.constants().substr(0, 30) == "_0-0_1-0_2-0_3-32_4-32_5-0_6-0");
   CHECK(key.parent_path() == files::path(folder) / "metal");
   const std::string name = key.filename().string();
   CHECK(name.size() == 33 && name.substr(0, 17) == apple::MslDigest().substr(0, 16) + "-");
@@ -455,7 +470,7 @@ void CopiesResultsBack() {
     CheckOk(commands->Encode(forward.MakeDispatch(*device)));
     CheckOk(commands->Commit());
     fake_metal_drain();
-    const size_t out = 3;
+    const auto out = static_cast<size_t>(Operand::kOut);
     CHECK(std::memcmp(forward.attention.Data(out), before.Data(out), before.Bytes(out)) == 0);
     CheckOk(commands->Wait());
     std::memcpy(forward.attention.Data(0), before.Data(0), before.Bytes(0));
@@ -555,21 +570,22 @@ void WrapsNativeBuffers() {
 
   // Attention from private buffers to private buffers, as over jax-metal.
   Forward forward;
-  std::vector<void*> objects;
-  for (size_t i = 0; i < kForwardPass.num_tensors; ++i) {
+  std::map<size_t, void*> objects;
+  forward.buffers.resize(kNumOperands);
+  for (size_t i : forward.tensors()) {
     const size_t size = forward.attention.Bytes(i);
-    objects.push_back(fake_metal_new_buffer(size, 1));
+    objects[i] = fake_metal_new_buffer(size, 1);
     std::memcpy(fake_metal_buffer_bytes(objects[i]), forward.attention.Data(i), size);
-    forward.buffers.push_back(Take(device->WrapNative(objects[i], size)));
+    forward.buffers[i] = Take(device->WrapNative(objects[i], size));
   }
   const std::unique_ptr<CommandBuffer> commands = device->NewCommandBuffer();
   CheckOk(commands->Encode(forward.MakeDispatch(*device)));
   CheckOk(commands->Commit());
   CheckOk(commands->Wait());
-  for (size_t i = 0; i < objects.size(); ++i) {
-    std::memcpy(forward.attention.Data(i), fake_metal_buffer_bytes(objects[i]),
+  for (const auto& [i, object] : objects) {
+    std::memcpy(forward.attention.Data(i), fake_metal_buffer_bytes(object),
                 forward.attention.Bytes(i));
-    fake_metal_release(objects[i]);
+    fake_metal_release(object);
   }
   CHECK(forward.IsDone());
 }
@@ -716,7 +732,7 @@ void ReportsGpuErrors() {
     CheckOk(commands->Encode(forward.MakeDispatch(*device)));
     Fail("commit", error.mode, error.reason);
     CheckOk(commands->Commit());
-    const size_t out = 3;
+    const auto out = static_cast<size_t>(Operand::kOut);
     std::memset(forward.attention.Data(out), 'x', forward.attention.Bytes(out));
     CheckError(commands->Wait(), error.code,
                "Apple M3 Fake failed in " + forward.kernel() + ": " + error.reason + error.text);

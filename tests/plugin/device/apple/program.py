@@ -90,7 +90,7 @@ def _request() -> build.Request:
     return build.Request(
         kernel_dir=KERNEL_DIR,
         only=None,
-        head_dims=frozenset((32, 256)),  # those of the driver's cases
+        head_dims=frozenset((32, 64, 256)),  # those of the driver's cases
         flavour="fast",
         target=build.TARGETS[build.host_target()],
         cache=build.default_cache(),

@@ -525,6 +525,10 @@ void Dispatch(ComputeEncoder* self, Selector* s, Size groups, Size threads) {
   std::set<const Buffer*> used;
   for (size_t i = 0; i < kernel.num_buffers; ++i) {
     const KernelBuffer& wanted = kernel.buffers[i];
+    if (wanted.condition >= 0 &&
+        self->pipeline->constants.at(static_cast<unsigned>(wanted.condition)) == 0) {
+      continue;
+    }
     const auto found = self->bindings.find(wanted.index);
     const Binding* binding = found == self->bindings.end() ? nullptr : &found->second;
     if (const std::string wrong = WrongBinding(wanted, binding); !wrong.empty()) {

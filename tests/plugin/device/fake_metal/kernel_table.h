@@ -17,6 +17,7 @@ struct KernelBuffer {
   unsigned index;
   unsigned alignment;  // of what it points to, in bytes
   size_t min_bytes;    // of a reference to a structure; otherwise 0
+  int condition;       // index of the constant without which it does not exist; -1: none
 };
 
 struct KernelFacts {

@@ -15,7 +15,11 @@ template <typename T>
 
 template [[host_name("scale_float32")]] [[kernel]] decltype(scale<float>) scale<float>;
 
-// An instantiation without a host_name of its own kind: a plain kernel.
-kernel void increment(device int* values [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+// An instantiation without a host_name of its own kind: a plain kernel. One of its arguments
+// does not always exist.
+kernel void increment(device int* values [[buffer(0)]],
+                      device const int* more [[buffer(1), function_constant(add_one)]],
+                      uint i [[thread_position_in_grid]]) {
   values[i] += offset;
+  if (add_one) values[i] += more[i];
 }

@@ -607,6 +607,7 @@ PipelineState* NewPipeline(const Object* self, const Selector* s, const Pipeline
   auto* pipeline = Make<PipelineState>();
   pipeline->label = wanted.label;
   pipeline->kernel = function->kernel;
+  pipeline->constants = function->constants;
   pipeline->software = *software;
   pipeline->max_threads = wanted.max_threads != 0
                               ? wanted.max_threads

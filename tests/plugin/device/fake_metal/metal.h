@@ -130,6 +130,7 @@ struct PipelineDescriptor : Labelled {
 struct PipelineState : Labelled {
   static Class& TheClass();
   const KernelFacts* kernel = nullptr;
+  std::map<unsigned, int64_t> constants;
   const jfm::Pipeline* software = nullptr;
   uint64_t max_threads = 0;
   bool multiple_of_width = false;
