@@ -139,7 +139,7 @@ def operand_gradient(
         operand = operands.sinks
         sinks = _per_head(operand, operands)
         has_keys = rows.scores.has_keys
-        log_probs = jnp.where(has_keys, sinks - rows.logsumexp, 0)
+        log_probs = jnp.where(has_keys, sinks - rows.logsumexp - rows.rest, 0)
         gradient = jnp.where(has_keys, -jnp.exp(log_probs) * rows.delta, 0)
         gradient = _merge_heads(gradient, axis=-3).sum(-1)
     elif of == "alibi_slopes":
@@ -169,7 +169,10 @@ class _BackwardRows(NamedTuple):
     """What the backward pass needs per query."""
 
     scores: _Scores
-    logsumexp: Array  # [..., k, g, t]; 0 without keys, NaN for a bad cotangent
+    # [..., k, g, t]; p = exp(x - logsumexp - rest). 0 without keys, NaN for a bad
+    # cotangent; rest is 0 but for a logsumexp too large to hold it.
+    logsumexp: Array
+    rest: Array
     delta: Array  # [..., k, g, t]
     dout: Array  # [..., t, k, g, h], finite
 
@@ -194,7 +197,14 @@ def _backward_rows(
     dout, dlogsumexp = _finite(dout), _finite(dlogsumexp)
     logsumexp = jnp.where(scores.has_keys, logsumexp, 0) + _nan_where(bad_cotangent)
     delta = _move_rows_last((dout * out).sum(-1)) - dlogsumexp
-    return _BackwardRows(scores, logsumexp, delta, dout)
+    # Beyond 4096, float32 has lost 1e-4 and more of the logsumexp, at 1e9 (a padding
+    # bias on all keys) all of log(sum). There the row is summed again.
+    sinks = None if operands.sinks is None else _per_head(operands.sinks, operands)
+    _, row_max, total = _row_sums(scores, sinks)
+    is_coarse = jnp.abs(logsumexp) > 4096
+    rest = jnp.where(is_coarse, jnp.log(jnp.where(is_coarse, total, 1)), 0)
+    logsumexp = jnp.where(is_coarse, row_max, logsumexp)
+    return _BackwardRows(scores, logsumexp, rest, delta, dout)
 
 
 def _score_gradients(
@@ -206,7 +216,7 @@ def _score_gradients(
     # Hidden scores are replaced before exp: a value that overflows there would make
     # the derivative of this function 0 * inf.
     x = jnp.where(visible, scores.x, logsumexp)
-    probs = jnp.where(visible, jnp.exp(x - logsumexp), 0)
+    probs = jnp.where(visible, jnp.exp(x - logsumexp - rows.rest[..., None]), 0)
     dprobs = _einsum("...tkgh,...skh->...kgts", rows.dout, _finite(operands.value))
     dprobs = _dropout(dprobs, operands, config)
     dx = jnp.where(visible, probs * (dprobs - rows.delta[..., None]), 0)
@@ -243,7 +253,15 @@ def _scores(operands: AttentionOperands, config: AttentionConfig) -> _Scores:
 
 
 def _softmax(scores: _Scores, sinks: Array | None) -> tuple[Array, Array]:
-    """Returns probs [..., k, g, t, s] and logsumexp [..., k, g, t].
+    """Returns probs [..., k, g, t, s] and logsumexp [..., k, g, t]."""
+    weights, row_max, total = _row_sums(scores, sinks)
+    probs = jnp.where(scores.visible, weights / total[..., None], 0)
+    logsumexp = jnp.where(scores.has_keys, row_max + jnp.log(total), -jnp.inf)
+    return probs, logsumexp
+
+
+def _row_sums(scores: _Scores, sinks: Array | None) -> tuple[Array, Array, Array]:
+    """Returns exp(x - row_max), row_max, which is finite, and the sum, 1 without keys.
 
     Every operand of exp and log is finite in hidden places too, so that derivatives
     never meet 0 * inf. The row maximum cancels; it needs no derivative.
@@ -259,10 +277,7 @@ def _softmax(scores: _Scores, sinks: Array | None) -> tuple[Array, Array]:
     total = weights.sum(-1)
     if sinks is not None:
         total = total + jnp.exp(jnp.where(has_keys, sinks, row_max) - row_max)
-    total = jnp.where(has_keys, total, 1)
-    probs = jnp.where(visible, weights / total[..., None], 0)
-    logsumexp = jnp.where(has_keys, row_max + jnp.log(total), -jnp.inf)
-    return probs, logsumexp
+    return weights, row_max, jnp.where(has_keys, total, 1)
 
 
 def _visible(operands: AttentionOperands, config: AttentionConfig) -> Array:

@@ -1,5 +1,5 @@
 // The score gradient, shared by all backward kernels. No kernel here.
-//   p = exp(x - lse);  ds = p ∘ (dropout(dp) - delta) ∘ dx/d(score before the softcap)
+//   p = exp(x - lse) * factor;  ds = p ∘ (dropout(dp) - delta) ∘ dx/d(score before the softcap)
 #pragma once
 
 #include "attention_scores.h"
@@ -8,19 +8,34 @@
 struct RowStatistics {
   float logsumexp;  // in score units; NaN if the forward's is, or if delta is not finite
   float delta;
+  float factor;  // 1 but for a coarse logsumexp, see attention_delta
 };
 
 METAL_FUNC RowStatistics load_row_statistics(
     constant AttentionParams& params, device const float* logsumexp, device const float* delta,
     int row) {
-  RowStatistics statistics = {0.0f, 0.0f};
+  RowStatistics statistics = {0.0f, 0.0f, 1.0f};
   if (aligned_q || row < params.q_len) {
     statistics.delta = delta[row * params.delta.row];
+    statistics.factor = delta[row * params.delta.row + 1];
     const float lse = to_score_units(logsumexp[row * params.logsumexp.row]);
     statistics.logsumexp = is_finite_value(statistics.delta) ? lse : quiet_nan();
   }
   return statistics;
 }
+
+// exp(score - lse) of a visible element, lse in score units; `slope` as by score().
+METAL_FUNC float exp_shifted_score(
+    constant AttentionParams& params, thread const ScoreOperands& operands, int query, int key,
+    float dot, float bias, float lse, thread float& slope) {
+  slope = 1.0f;
+  // fma: one rounding less where scores are in the hundreds.
+  if (is_plain_score()) return exp2(fma(dot, params.scale_log2, -lse));
+  return exp_score(score(params, operands, query, key, dot, bias, slope) - lse);
+}
+
+// The same of a sink, both in natural units.
+METAL_FUNC float sink_weight(float sink, float lse) { return exp2((sink - lse) * JFM_LOG2E); }
 
 // dropped(P) and dS of one element.
 struct ScoreGradient {
@@ -35,14 +50,9 @@ METAL_FUNC ScoreGradient score_gradient(
     thread const RowStatistics& row) {
   ScoreGradient gradient = {0.0f, 0.0f};
   if (!visible) return gradient;
-  float p;
-  float slope = 1.0f;
-  if (is_plain_score()) {
-    // fma: one rounding less where scores are in the hundreds.
-    p = exp2(fma(dot, params.scale_log2, -row.logsumexp));
-  } else {
-    p = exp_score(score(params, operands, query, key, dot, bias, slope) - row.logsumexp);
-  }
+  float slope;
+  const float p = row.factor * exp_shifted_score(
+      params, operands, query, key, dot, bias, row.logsumexp, slope);
   gradient.p = has_dropout ? dropped(params, word, p) : p;
   gradient.ds = p * ((has_dropout ? dropped(params, word, dp) : dp) - row.delta);
   if (has_softcap) gradient.ds *= slope;

@@ -1,18 +1,33 @@
-// delta = rowsum(dout ∘ out) - dlogsumexp, float32; one simdgroup per query row.
-// NaN if dout holds a NaN or inf: the backward kernels work on sanitised dout, and this
-// is how they learn which rows are not finite.
+// What the backward needs of a query row besides its logsumexp, as pairs of float32; one
+// simdgroup per row.
+//   delta = rowsum(dout ∘ out) - dlogsumexp
+//   factor = 1 / Σ exp(x - logsumexp), where the logsumexp cannot say that this is 1
+// delta is NaN if dout holds a NaN or inf: the backward kernels work on sanitised dout, and
+// this is how they learn which rows are not finite.
 //
 // Grid: x = block of NUM_SIMDGROUPS rows, y = query head, z = batch index.
 
-#include "attention_common.h"
+#include "attention_backward.h"
+
+// float32 numbers beyond 4096 are 2^-11 = 5e-4 apart and more: rounding a logsumexp there is
+// an error of 1e-4 and more of every probability. At 1e9 (a padding bias on all keys) nothing
+// is left of log(sum). The scores are as coarse, but they are what the forward took.
+METAL_FUNC bool is_coarse(float logsumexp) {
+  return is_finite_value(logsumexp) && abs(logsumexp) > 4096.0f;
+}
 
 template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
 [[kernel]] void attention_delta(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
+    device const T* query [[buffer(JFM_BUFFER_QUERY)]],
+    device const T* key [[buffer(JFM_BUFFER_KEY)]],
+    device const float* logsumexp [[buffer(JFM_BUFFER_LOGSUMEXP)]],
     device const T* out [[buffer(JFM_BUFFER_OUT)]],
     device const T* dout [[buffer(JFM_BUFFER_DOUT)]],
     device const float* dlogsumexp [[buffer(JFM_BUFFER_DLOGSUMEXP)]],
     device float* delta [[buffer(JFM_BUFFER_DELTA)]],
+    device const float* sinks [[buffer(JFM_BUFFER_SINKS), function_constant(has_sinks)]],
+    JFM_SCORE_ARGUMENTS,
     uint3 position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -31,7 +46,38 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     sum += is_finite_value(g) ? g * float(out[c]) : quiet_nan();
   }
   sum = simd_sum(sum);
+
+  float factor = 1.0f;
+  const float row_lse =
+      logsumexp[head_offset(params, params.logsumexp, group.z, head) + row * params.logsumexp.row];
+  if (is_coarse(row_lse)) {  // the same for all lanes
+    ScorePointers pointers;
+    JFM_SCORE_POINTERS(pointers);
+    const ScoreOperands operands = load_score_operands(params, pointers, group.z, head);
+    const Range keys = visible_keys(params, operands, row);
+    query += head_offset(params, params.query, group.z, head) + row * params.query.row;
+    key += head_offset(params, params.key, group.z, head / params.num_groups);
+    const float lse = to_score_units(row_lse);
+    float total = 0.0f;
+    for (int j = keys.begin + int(lane); j < keys.end; j += 32) {
+      float bias, slope;
+      if (!query_sees(params, operands, keys, row, j, bias)) continue;
+      float dot = 0.0f;
+      for (int c = 0; c < head_dim; ++c) {
+        dot = fma(float(query[c]), float(key[j * params.key.row + c]), dot);
+      }
+      total += exp_shifted_score(params, operands, row, j, dot, bias, lse, slope);
+    }
+    total = simd_sum(total);
+    if (has_sinks) {
+      total += sink_weight(sinks[head_offset(params, params.sinks, group.z, head)], row_lse);
+    }
+    factor = 1.0f / total;
+  }
+
   if (lane == 0) {
-    delta[row * params.delta.row] = sum - dlogsumexp[row * params.dlogsumexp.row];
+    device float* pair = delta + row * params.delta.row;
+    pair[0] = sum - dlogsumexp[row * params.dlogsumexp.row];
+    pair[1] = factor;
   }
 }

@@ -95,7 +95,7 @@ struct TensorStrides {
 struct AttentionParams {
   TensorStrides query, key, value, out, dout, dquery, dkey, dvalue;
   TensorStrides logsumexp, dlogsumexp;  // float32, row = query position
-  TensorStrides delta;                  // float32 scratch
+  TensorStrides delta;                  // float32 scratch: delta, factor
   TensorStrides bias, mask;             // row = query position; columns below
   TensorStrides q_offsets;
   TensorStrides q_segment_ids;   // row = query position

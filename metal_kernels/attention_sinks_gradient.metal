@@ -1,11 +1,11 @@
-// The gradient of sinks: -Σ exp(sink - logsumexp) · delta over the rows of every (batch, head)
-// that shares a sink. A row that sees no key has no use for it: 0.
+// The gradient of sinks: -Σ exp(sink - logsumexp) · factor · delta over the rows of every
+// (batch, head) that shares a sink. A row that sees no key has no use for it: 0.
 // The rows are dealt to the threads in turn and the threads' sums added in one order:
 // deterministic.
 //
 // Grid: z = pair of those (batch, head) that the gradient walks; one threadgroup each.
 
-#include "attention_common.h"
+#include "attention_backward.h"
 
 template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
 [[kernel]] void attention_sinks_gradient(
@@ -32,7 +32,8 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     for (int row = int(simdgroup * 32 + lane); row < params.q_len; row += 32 * NUM_SIMDGROUPS) {
       const float row_lse = lse[row * params.logsumexp.row];
       if (is_minus_infinity(row_lse)) continue;
-      sum -= exp2((sink - row_lse) * JFM_LOG2E) * dl[row * params.delta.row];
+      device const float* pair = dl + row * params.delta.row;
+      sum -= sink_weight(sink, row_lse) * pair[1] * pair[0];
     }
   }
 

@@ -145,7 +145,7 @@ struct Kernel {
 constexpr Kernel kForward = {"attention_forward", kWidths | kScores | kSinks};
 constexpr Kernel kBackwardDq = {"attention_backward_dq", kWidths | kScores};
 constexpr Kernel kBackwardDkv = {"attention_backward_dkv", kWidths | kScores};
-constexpr Kernel kDelta = {"attention_delta", kWidths};
+constexpr Kernel kDelta = {"attention_delta", kWidths | kScores | kSinks};
 constexpr Kernel kShortForward = {"attention_short_forward", kWidths | kScores};
 constexpr Kernel kShortForwardCombine = {"attention_short_forward_combine",
                                          kWidths | kUnit | kSinks};
@@ -331,8 +331,8 @@ class PlanBuilder {
       (params_.*kStrides[t]).head = (p_.*kTensors[t].view).head_stride;
       (params_.*kStrides[t]).row = (p_.*kTensors[t].view).row_stride;
     }
-    params_.delta.row = 1;
-    MakeDense(params_.delta, p_.q_len, nullptr);
+    params_.delta.row = 2;  // delta, factor
+    MakeDense(params_.delta, 2 * p_.q_len, nullptr);
     if (p_.mask.is_given) {
       params_.mask_blocks.row = params_.mask.row == 0 ? 0 : mask_cols();
       MakeDense(params_.mask_blocks, mask_rows() * mask_cols(), &params_.mask);
@@ -540,11 +540,14 @@ Status AddMaskBlocks(PlanBuilder& builder, Plan& plan, const AttentionProblem& p
       });
 }
 
+// Its work is that of rows with an ordinary logsumexp, which need no scores.
 Status AddDelta(PlanBuilder& builder, Plan& plan, const AttentionProblem& p) {
-  plan.delta_bytes = builder.inner_rows() * 4;
+  plan.delta_bytes = builder.inner_rows() * 8;
   return builder.AddQueryBlocks(
       kDelta,
-      {{JFM_BUFFER_OUT, Operand::kOut}, {JFM_BUFFER_DOUT, Operand::kDout},
+      {{JFM_BUFFER_QUERY, Operand::kQuery}, {JFM_BUFFER_KEY, Operand::kKey},
+       {JFM_BUFFER_LOGSUMEXP, Operand::kLogsumexp},
+       {JFM_BUFFER_OUT, Operand::kOut}, {JFM_BUFFER_DOUT, Operand::kDout},
        {JFM_BUFFER_DLOGSUMEXP, Operand::kDlogsumexp}, {JFM_BUFFER_DELTA, Operand::kDelta}},
       BytesWork(builder.inner_rows(), 2 * p.value_head_dim * SizeBytes(p.dtype)));
 }
@@ -625,7 +628,7 @@ Status AddSinksGradient(PlanBuilder& builder, const AttentionProblem& p, bool is
       kSinksGradient,
       {{JFM_BUFFER_SINKS, Operand::kSinks}, {JFM_BUFFER_LOGSUMEXP, Operand::kLogsumexp},
        {JFM_BUFFER_DELTA, Operand::kDelta}, {JFM_BUFFER_GRADIENT, Operand::kGradient}},
-      BytesWork(builder.inner_rows(), 8),
+      BytesWork(builder.inner_rows(), 12),
       [&](const Variant&, AttentionParams& params, int64_t& x, int64_t& y, int64_t& z) {
         params.num_summed =
             is_empty || num_kept == 0 ? 0 : static_cast<int32_t>(pairs / num_kept);
@@ -728,7 +731,7 @@ Result<Plan> PlanGradient(const AttentionProblem& problem) {
   const bool is_sinks = p.gradient_of == GradientOf::kSinks;
   Status status;
   if (!is_empty) {
-    if (!is_sinks) status = AddMaskBlocks(builder, plan, p);
+    status = AddMaskBlocks(builder, plan, p);
     if (status.ok()) status = AddDelta(builder, plan, p);
     if (!status.ok()) return status;
   }

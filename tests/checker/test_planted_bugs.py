@@ -326,6 +326,12 @@ FEATURES: list[tuple[dict[str, Any], Bug]] = [
     ({"bias": "float16"}, Bug(
         "bias-offset-in-bytes", SCORES,
         "bias_dtype == JFM_DTYPE_FLOAT32 ? 4 : 2", "4", is_slow=True)),
+    ({"bias": "float32", "bias_values": "huge-rows"}, Bug(
+        "factor-of-a-coarse-logsumexp-ignored", BACKWARD,
+        "p = row.factor * exp_shifted", "p = exp_shifted")),
+    ({"bias": "float32", "bias_values": "huge-rows"}, Bug(
+        "coarse-logsumexp-not-summed", DELTA,
+        "if (is_coarse(row_lse))", "if (false)", is_slow=True)),
     ({"logits_soft_cap": 1.5}, Bug(
         "softcap-slope-missing", BACKWARD,
         "if (has_softcap) gradient.ds *= slope;", "")),

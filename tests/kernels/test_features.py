@@ -277,6 +277,32 @@ def test_scores_that_do_nothing(q_len):
 
 
 @short_and_long
+@pytest.mark.parametrize("bias", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"sinks": True},
+        {"mask": "random"},
+        {"dropout_rate": 0.3},
+        {"mask": "random", "sinks": True, "dropout_rate": 0.3},
+    ],
+    ids=" ".join,
+)
+def test_rows_whose_logsumexp_holds_no_sum(features, bias, q_len):
+    """All scores of a row are equal and huge: float32 has lost log(sum) beside them."""
+    case = cases.Case(
+        f"huge-rows-{'-'.join(features)}-q{q_len}",
+        q_len=q_len,
+        bias=bias,
+        bias_values="huge-rows",
+        **features,
+        **SMALL,
+    )
+    check(native, case)
+
+
+@short_and_long
 def test_dropout_does_not_depend_on_the_neighbours(q_len):
     """An element's bits are its own: alone, in a batch, with fewer heads."""
     case = cases.Case(

@@ -144,6 +144,8 @@ def test_gradients_of_features(q_len):
     assert slopes[:2] == ["attention_delta", "attention_bias_gradient"]
     masked = cases.Case("choice", q_len=q_len, bias="float32", mask="random")
     assert _gradient_kernels(masked, "bias")[0] == "attention_mask_blocks"
+    masked = cases.Case("choice", q_len=q_len, sinks=True, mask="random")
+    assert _gradient_kernels(masked, "sinks")[0] == "attention_mask_blocks"
 
 
 def test_long_sums_are_cut():

@@ -368,6 +368,95 @@ def test_finite_minimum_of_every_key(rng, implementation, dtype):
     assert_close("out", out, want, "float32")
 
 
+@pytest.mark.parametrize("q_len", [T, 5])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("low", [-1e9, np.finfo(np.float32).min, -3.39e38, 1e30])
+@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+def test_gradients_of_rows_of_huge_scores(rng, implementation, low, with_sinks, q_len):
+    """The float32 logsumexp of such a row has lost log(sum).
+
+    Query and key are small: at -1e9 a score of 1 is rounded away, and so it is here.
+    """
+    query, key, value = cases.qkv(rng, np.float32, q_len=q_len)
+    key = 0.01 * key
+    bias = cases.normal(rng, q_len, S)
+    bias[::2] = low
+    options = {}
+    if with_sinks:
+        sinks = np.where(np.arange(N) % 2, low, cases.normal(rng, N))
+        options["sinks"] = sinks.astype(np.float32)
+    dout = cases.normal(rng, B, q_len, N, V)
+
+    def attend(query, key, value, bias, options):
+        return flash_attention(
+            query, key, value, bias, implementation=implementation, **options
+        )
+
+    _, pullback = jax.vjp(attend, query, key, value, bias, options)
+    *gradients, of_options = pullback(jnp.asarray(dout))
+    # In float64 the scores of a row would differ by q·k.
+    seen = dict(zip(("query", "key", "value", "bias"), gradients)) | of_options
+    expected = _gradients_with_rounded_scores(
+        query, key, value, bias, dout, options.get("sinks")
+    )
+    for name, gradient in seen.items():
+        assert_close(f"d{name}", gradient, expected[name], "float32")
+
+
+@pytest.mark.parametrize("implementation", [None, "metal"])
+def test_second_derivatives_of_rows_of_huge_scores(rng, implementation):
+    """As those of the definition, which JAX differentiates itself."""
+    query, key, value = (x[:1, :9] for x in cases.qkv(rng, np.float32))
+    bias = cases.normal(rng, 9, 9)
+    bias[::2] = np.finfo(np.float32).min
+
+    def second(implementation):
+        def total(*operands):
+            out = flash_attention(*operands, implementation=implementation)
+            return jnp.sin(out).sum()
+
+        def of_gradients(*operands):
+            gradients = jax.grad(total, (0, 1, 2, 3))(*operands)
+            return sum(jnp.square(g).sum() for g in gradients)
+
+        return jax.grad(of_gradients, (0, 1, 2, 3))(query, key, value, bias)
+
+    for actual, expected in zip(second(implementation), second("xla")):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def _gradients_with_rounded_scores(query, key, value, bias, dout, sinks):
+    """By hand in float64, but with scores rounded to float32."""
+    groups = N // K
+    q, k, v, do = (x.astype(np.float64) for x in (query, key, value, dout))
+    all_k, all_v = (x.repeat(groups, axis=2) for x in (k, v))
+    scale = H**-0.5
+    x = scale * np.einsum("btnh,bsnh->bnts", q, all_k) + bias.astype(np.float64)
+    x = x.astype(np.float32).astype(np.float64)
+    largest = x.max(-1)
+    if sinks is not None:
+        sinks = sinks.astype(np.float64)[:, None]
+        largest = np.maximum(largest, sinks)
+    weights = np.exp(x - largest[..., None])
+    sink_weights = 0 if sinks is None else np.exp(sinks - largest)
+    total = weights.sum(-1) + sink_weights
+    p = weights / total[..., None]
+    dp = np.einsum("btnv,bsnv->bnts", do, all_v)
+    delta = (p * dp).sum(-1)
+    ds = p * (dp - delta[..., None])
+
+    def sum_groups(x):
+        return x.reshape(*x.shape[:2], K, groups, -1).sum(3)
+
+    return {
+        "query": scale * np.einsum("bnts,bsnh->btnh", ds, all_k),
+        "key": sum_groups(scale * np.einsum("bnts,btnh->bsnh", ds, q)),
+        "value": sum_groups(np.einsum("bnts,btnv->bsnv", p, do)),
+        "bias": ds.sum((0, 1)),
+        "sinks": -(sink_weights / total * delta).sum((0, 2)),
+    }
+
+
 def test_a_float64_bias_with_float32_operands(rng, x64):
     query, key, value = (jnp.asarray(x) for x in cases.qkv(rng, np.float32))
     bias = jnp.where(jnp.arange(S) < 9, np.finfo(np.float64).min, 0.5)

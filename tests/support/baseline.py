@@ -35,7 +35,10 @@ def attention_gradients(
     out = plain.product(plain.dropped(probs, scores), plain.value)
     shift = np.where(np.isneginf(logsumexp), np.float32(0), logsumexp)
     with np.errstate(over="ignore", invalid="ignore"):
-        probs = round_(np.exp(scores.x - shift[..., None]))
+        of_logsumexp = round_(np.exp(scores.x - shift[..., None]))
+    # Beyond 4096 a float32 logsumexp holds too little of log(sum).
+    coarse = np.isfinite(logsumexp) & (np.abs(logsumexp) > 4096)
+    probs = np.where(coarse[..., None], probs, of_logsumexp)
     do = problem.query_side(dout).astype(np.float32)
     dlse = np.float32(0)
     if dlogsumexp is not None:
@@ -153,7 +156,8 @@ class _Plain:
         sink = self.problem.sinks.astype(np.float32)[..., None]
         hidden = np.isneginf(logsumexp)
         shift = np.where(hidden, np.float32(0), logsumexp)
-        return np.where(hidden, np.float32(0), np.exp(sink - shift))
+        with np.errstate(over="ignore"):
+            return np.where(hidden, np.float32(0), np.exp(sink - shift))
 
     def dropped(self, x, scores):
         if scores.keep is None:

@@ -122,7 +122,16 @@ def _extremes(rng, shape, dtype):
     return bias
 
 
+def _huge_rows(rng, shape, dtype):
+    """Rows all of whose elements are an end of the bias' own dtype; others ordinary."""
+    limit = float(ml_dtypes.finfo(dtype).max)
+    row = rng.random((*shape[:-1], 1))
+    ends = np.where(row < 0.3, -limit, limit)
+    return np.where((row < 0.3) | (row > 0.8), ends, rng.standard_normal(shape))
+
+
 BIASES = {
+    "huge-rows": _huge_rows,
     "normal": _normal_bias,
     "all-lowest": lambda rng, shape, dtype: np.full(shape, np.finfo(np.float16).min),
     "hidden": _some_hidden,
