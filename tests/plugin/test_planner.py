@@ -72,7 +72,7 @@ def test_work_is_counted_without_what_the_window_hides(
 def test_launches_that_only_read_are_cut_too(
     max_launch_work: Callable[[float], None],
 ) -> None:
-    # As 32 operations per byte: two float32 rows of delta, three numbers of a sink's row.
+    # 32 operations per byte: two float32 rows of delta, three numbers of a sink's row.
     delta, sinks = (32 * B * N * T * size for size in (2 * H * 4, 12))
     options = {"sinks": np.ones((1, N), np.float32)}
     assert count("sinks", **options) == 2
