@@ -12,9 +12,14 @@ import pytest
 
 from tests.support import cases, native, reference_f64, tolerances
 from tests.support.cases import DIFFERENTIABLE
-from tests.support.compare import assert_identical, assert_matches
+from tests.support.compare import assert_identical
 from tests.support.inputs import make_arguments, make_features, make_inputs
-from tests.support.kernel_check import KIND, check, dtype_of, run, run_case, size_of
+from tests.support.kernel_check import (
+    assert_result,
+    check,
+    run,
+    run_case,
+)
 
 SMALL = {"kv_len": 41, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 short_and_long = pytest.mark.parametrize("q_len", [37, 5])
@@ -139,17 +144,8 @@ def test_gradient_of_a_shared_operand_per_batch_element(of, q_len):
         expected = reference_f64.attention_gradients(
             *inputs.operands, inputs.dout, inputs.dlogsumexp, **wide
         )
-        assert_matches(
-            actual,
-            getattr(expected, name),
-            None,
-            name=name,
-            kind=KIND[name],
-            dtype=case.np_dtype,
-            result_dtype=dtype_of(name, case),
-            context=f"{case.context} to {shape}",
-            size=size_of(name, case),
-        )
+        context = f"{case.context} to {shape}"
+        assert_result(case, name, actual, getattr(expected, name), context=context)
 
 
 @pytest.mark.parametrize("dtype", tolerances.DTYPES)

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 
 from tests.support import cases, native, reference_f64
-from tests.support.compare import assert_identical, assert_matches
+from tests.support.compare import assert_identical
 from tests.support.inputs import make_arguments, make_inputs
-from tests.support.kernel_check import KIND, all_results, dtype_of, run, size_of
+from tests.support.kernel_check import (
+    all_results,
+    assert_result,
+    run,
+)
 from tests.support.poison import (
     KEY_SIDE,
     QUERY_SIDE,
@@ -166,18 +170,9 @@ def check_minus_infinity(implementation, case, position, component):
     assert all((some == spoilt[0]).all() for some in spoilt), case.context
     for name, actual in results.present():
         wanted = getattr(expected, name)
-        assert_matches(
-            np.where(np.isnan(actual), wanted.astype(actual.dtype), actual),
-            wanted,
-            None,
-            name=name,
-            kind=KIND[name],
-            dtype=case.np_dtype,
-            result_dtype=dtype_of(name, case),
-            context=f"{case.context} with {poison}",
-            tolerance=case.tolerance,
-            size=size_of(name, case),
-        )
+        finite = np.where(np.isnan(actual), wanted.astype(actual.dtype), actual)
+        context = f"{case.context} with {poison}"
+        assert_result(case, name, finite, wanted, context=context)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 from tests.support import baseline, cases, native, reference_f64
-from tests.support.compare import assert_matches
 from tests.support.kernel_check import (
     FORWARD,
-    KIND,
     all_results,
-    dtype_of,
+    assert_result,
     run_case,
-    size_of,
 )
 
 _PER_TEST = 100
@@ -53,17 +50,10 @@ def _failures(case):
         try:
             assert_finite(actual, getattr(expected, name), name, case)
             if is_meaningful or name in FORWARD:
-                assert_matches(
-                    actual,
-                    getattr(expected, name),
-                    getattr(plain, name),
-                    name=name,
-                    kind=KIND[name],
-                    dtype=case.np_dtype,
-                    result_dtype=dtype_of(name, case),
+                assert_result(
+                    *(case, name, actual),
+                    *(getattr(judge, name) for judge in (expected, plain)),
                     context=f"{case.context}, {case}",
-                    tolerance=case.tolerance,
-                    size=size_of(name, case),
                 )
         except AssertionError as failure:
             failures.append(str(failure))

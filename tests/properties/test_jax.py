@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from jax_flash_metal import flash_attention, merge_partials
 from tests.properties.strategies import calls, compiled
 from tests.support import cases, jax_call, reference_f64
-from tests.support.compare import assert_matches
 from tests.support.inputs import make_inputs
-from tests.support.kernel_check import KIND, all_results, dtype_of, size_of
+from tests.support.kernel_check import (
+    all_results,
+    assert_result,
+)
 
 B = 2
 
@@ -33,18 +35,8 @@ def public_calls(draw, **options):
 def _check(case, results, arguments):
     expected = all_results(reference_f64, case, arguments)
     for name, actual in results.present():
-        assert_matches(
-            actual,
-            getattr(expected, name),
-            None,
-            name=name,
-            kind=KIND[name],
-            dtype=case.np_dtype,
-            result_dtype=dtype_of(name, case),
-            context=f"{case.context}, {case}",
-            tolerance=case.tolerance,
-            size=size_of(name, case),
-        )
+        wanted = getattr(expected, name)
+        assert_result(case, name, actual, wanted, context=f"{case.context}, {case}")
 
 
 def _is_right(implementation, case):
@@ -118,17 +110,9 @@ def _vmapped_is_looped(implementation, case, mapped, num_mapped):
         ):
             if e is None:
                 continue
-            assert_matches(
-                np.asarray(a[i]),
-                np.asarray(e).astype(np.float64),
-                None,
-                name=name,
-                kind=KIND[name],
-                dtype=case.np_dtype,
-                result_dtype=dtype_of(name, case),
+            assert_result(
+                *(case, name, np.asarray(a[i]), np.asarray(e).astype(np.float64)),
                 context=f"{case.context}, mapped {sorted(mapped)}, {case}",
-                tolerance=case.tolerance,
-                size=size_of(name, case),
             )
 
 

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from tests.properties.strategies import bounded, calls
 from tests.support import native
-from tests.support.compare import assert_identical, assert_matches
+from tests.support.compare import assert_identical
 from tests.support.inputs import make_arguments, make_inputs
 from tests.support.kernel_check import (
     BACKWARD,
-    KIND,
     Results,
+    assert_result,
     check,
-    dtype_of,
     run,
     size_of,
 )
@@ -28,18 +27,8 @@ POSITIONAL = ("is_causal", "sliding_window", "slopes", "traced_offset", "q_offse
 def _assert_close(case, actual: Results, expected: Results):
     """Two ways to the same results: of one tolerance, spent by both."""
     for name, array in actual.present():
-        assert_matches(
-            array,
-            getattr(expected, name).astype(np.float64),
-            None,
-            name=name,
-            kind=KIND[name],
-            dtype=case.np_dtype,
-            result_dtype=dtype_of(name, case),
-            context=f"{case.context}, {case}",
-            tolerance=case.tolerance,
-            size=size_of(name, case),
-        )
+        wanted = getattr(expected, name).astype(np.float64)
+        assert_result(case, name, array, wanted, context=f"{case.context}, {case}")
 
 
 @bounded(80)
@@ -275,12 +264,11 @@ def test_packed_sequences_are_the_separate_ones(case, count):
         if getattr(whole, name) is not None:
             total = sum(getattr(x, name).astype(np.float64) for x in alone)
             rows = dataclasses.replace(case, q_len=count * case.q_len)
-            assert_matches(
-                getattr(whole, name), total, None, name=name, kind=KIND[name],
-                dtype=case.np_dtype, result_dtype=dtype_of(name, case),
-                context=f"{case.context}, {case}", tolerance=case.tolerance,
+            assert_result(
+                *(case, name, getattr(whole, name), total),
+                context=f"{case.context}, {case}",
                 size=size_of(name, rows),
-            )  # fmt: skip
+            )
 
 
 @bounded(20)

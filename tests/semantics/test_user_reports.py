@@ -21,9 +21,9 @@ from tests.semantics import attention_cases
 from tests.semantics.attention_cases import normal
 from tests.support import cases, jax_call, reference_f64, tolerances
 from tests.support.closeness import assert_close
-from tests.support.compare import assert_identical, assert_matches
+from tests.support.compare import assert_identical
 from tests.support.inputs import Inputs
-from tests.support.kernel_check import KIND, dtype_of, size_of
+from tests.support.kernel_check import assert_result
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NUM_REPORTS = 35
@@ -63,17 +63,10 @@ def check(implementation, inputs, tolerance=tolerances.STANDARD, **arguments):
     )._asdict()
     case = _case_of(inputs, arguments)
     for name, actual in results.present():
-        assert_matches(
-            actual,
-            expected[name],
-            None,
-            name=name,
-            kind=KIND[name],
-            dtype=case.np_dtype,
-            result_dtype=dtype_of(name, case),
+        assert_result(
+            *(case, name, actual, expected[name]),
             context=f"{implementation}, {sorted(arguments)}",
             tolerance=tolerance,
-            size=size_of(name, case),
         )
     return results
 

@@ -141,17 +141,19 @@ def dtype_of(name, case):
     return case.np_dtype
 
 
+def assert_result(case, name, actual, expected, plain=None, **others):
+    """assert_matches for a result of a case; `others` replace what follows from it."""
+    arguments = {
+        "kind": KIND[name],
+        "dtype": case.np_dtype,
+        "result_dtype": dtype_of(name, case),
+        "context": case.context,
+        "tolerance": case.tolerance,
+        "size": size_of(name, case),
+    }
+    assert_matches(actual, expected, plain, name=name, **arguments | others)
+
+
 def _compare(case, names, actual, expected, plain):
     for name, a, e, p in zip(names, actual, expected, plain, strict=True):
-        assert_matches(
-            a,
-            e,
-            p,
-            name=name,
-            kind=KIND[name],
-            dtype=case.np_dtype,
-            result_dtype=dtype_of(name, case),
-            context=case.context,
-            tolerance=case.tolerance,
-            size=size_of(name, case),
-        )
+        assert_result(case, name, a, e, p)
