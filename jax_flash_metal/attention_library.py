@@ -14,6 +14,9 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+# In the orders of JfmGradientOf, of JfmAttentionProblem's tensors, and of JfmOperand.
+from jax_flash_metal.config import DIFFERENTIABLE_OPTIONS, DIMS, OPTIONAL_OPERANDS
+
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 MAX_BATCH_DIMS = 16
@@ -28,33 +31,14 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 PASSES = ("forward", "backward", "gradient")  # JfmPass
 
 FORWARD_OPERANDS = ("query", "key", "value")
-# In the order of JfmOperand.
-OPTIONAL_OPERANDS = (
-    *("bias", "mask", "q_offset", "q_segment_ids", "kv_segment_ids"),
-    *("query_seq_lengths", "key_value_seq_lengths", "sinks", "alibi_slopes"),
-    *("dropout_key", "dropout_batch_indices", "dropout_head_indices"),
-)
 FORWARD_RESULTS = ("out", "logsumexp")
 BACKWARD_OPERANDS = (
     *(*FORWARD_OPERANDS, *FORWARD_RESULTS),
     *("dout", "dlogsumexp"),
 )
 BACKWARD_RESULTS = ("dquery", "dkey", "dvalue")
-DIFFERENTIABLE_OPTIONS = ("bias", "sinks", "alibi_slopes")  # JfmGradientOf
 STATISTICS = ("logsumexp", "dlogsumexp")  # [*batch, heads, rows], float32
 
-# The dimensions of every tensor after the batch, a letter for each: T q_len, S kv_len,
-# N num_heads, K num_kv_heads, H head_dim, V value_head_dim, W two words.
-DIMS = {
-    **{"query": "TNH", "key": "SKH", "value": "SKV"},
-    **{"bias": "NTS", "mask": "NTS", "q_offset": ""},
-    **{"q_segment_ids": "T", "kv_segment_ids": "S"},
-    **{"query_seq_lengths": "", "key_value_seq_lengths": ""},
-    **{"sinks": "N", "alibi_slopes": "N"},
-    **{"dropout_key": "W", "dropout_batch_indices": "", "dropout_head_indices": "N"},
-    **{"out": "TNV", "logsumexp": "NT", "dout": "TNV", "dlogsumexp": "NT"},
-    **{"dquery": "TNH", "dkey": "SKH", "dvalue": "SKV"},
-}
 # The dtypes of those that do not have query's; bias has one of its own.
 _DTYPES_OF: dict[str, type[np.generic]] = {
     "mask": np.bool_,
@@ -193,10 +177,8 @@ class AttentionLibrary:
         **options: Any,
     ) -> tuple[Array, Array, Array]:
         """dquery, dkey, dvalue with the full batch sizes; dlogsumexp None = zeros."""
-        if dlogsumexp is None:
-            dlogsumexp = np.zeros_like(logsumexp)
-        values = (query, key, value, out, logsumexp, dout, dlogsumexp)
-        operands = dict(zip(BACKWARD_OPERANDS, values))
+        values = (query, key, value, out, logsumexp, dout)
+        operands = _backward_operands(values, dlogsumexp)
         problem = make_problem(operands, **options)
         results = attach_results(problem, operands, BACKWARD_RESULTS)
         self.run(problem, "backward")
@@ -223,10 +205,8 @@ class AttentionLibrary:
           shape: Of the gradient: each dimension is that of the operand's full size, or
             1, where the gradient is summed. None: the operand's shape.
         """
-        if dlogsumexp is None:
-            dlogsumexp = np.zeros_like(logsumexp)
-        values = (query, key, value, out, logsumexp, dout, dlogsumexp)
-        operands = dict(zip(BACKWARD_OPERANDS, values))
+        values = (query, key, value, out, logsumexp, dout)
+        operands = _backward_operands(values, dlogsumexp)
         problem = make_problem(operands, **options)
         gradient = attach_gradient(problem, of, options[of], shape)
         self.run(problem, "gradient")
@@ -300,6 +280,16 @@ class AttentionLibrary:
                 f"bytes together, but the end is missing: …{written[-80:]!r}"
             )
         return written
+
+
+def _backward_operands(
+    values: Sequence[Array], dlogsumexp: Array | None
+) -> dict[str, Array]:
+    """BACKWARD_OPERANDS by name, from the first ones and the last."""
+    operands = dict(zip(BACKWARD_OPERANDS, values))
+    if dlogsumexp is None:
+        dlogsumexp = np.zeros_like(operands["logsumexp"])
+    return operands | {"dlogsumexp": dlogsumexp}
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:

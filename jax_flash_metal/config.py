@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import jax
 import numpy as np
+
+if TYPE_CHECKING:  # attention_library uses the tables below without JAX
+    import jax
 
 Implementation: TypeAlias = Literal["metal", "xla"] | None
 IMPLEMENTATIONS: tuple[Implementation, ...] = (None, "metal", "xla")

@@ -17,8 +17,6 @@ import numpy as np
 from jax_flash_metal.attention_library import (
     BACKWARD_OPERANDS,
     BACKWARD_RESULTS,
-    DIFFERENTIABLE_OPTIONS,
-    DIMS,
     FORWARD_OPERANDS,
     FORWARD_RESULTS,
     NUMPY_DTYPES,
@@ -34,6 +32,7 @@ from jax_flash_metal.attention_library import (
     make_problem,
     sizes_of,
 )
+from jax_flash_metal.config import DIFFERENTIABLE_OPTIONS, DIMS
 from jax_flash_metal.variant_table import variants
 
 # (atol, rtol) per dtype: those of tests/support/tolerances.py, which a test compares.
