@@ -1,7 +1,8 @@
-"""Peak memory and time of one gradient step at long lengths: "metal" against "xla".
+"""Peak memory and time of one gradient step at long lengths: kernels against "xla".
 
 One layer of the model of train_gpt.py; every figure comes from a process of its own.
-Measures memory; the time on the software Metal device says nothing about a GPU.
+Measures memory; the time of one step says little, and on the software Metal device
+nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 # jax is imported by `measure` only: the peak of a process counts from before its exec,
 # so this parent must stay small.
 
-IMPLEMENTATIONS = ("metal", "xla")
+DEFAULT = "default"  # the kernels that fit the platform
+IMPLEMENTATIONS = (DEFAULT, "metal", "cpu", "xla")
 HEAD_DIM = 64
 
 
@@ -27,12 +30,15 @@ def peak_rss_mb() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes, kilobytes
 
 
-def measure(implementation: str, length: int) -> dict[str, float]:
+def measure(name: str, length: int) -> dict[str, Any]:
     """Runs one gradient step in this process."""
     import jax
     import jax.numpy as jnp
-    from train_gpt import Transformer, mean_loss
+    from train_gpt import Transformer, explain, mean_loss
 
+    implementation = None if name == DEFAULT else name
+    heads = jax.ShapeDtypeStruct((1, length, 1, HEAD_DIM), jnp.float32)
+    taken = explain(heads, heads, heads, is_causal=True, implementation=implementation)
     model = Transformer(
         length=length,
         width=HEAD_DIM,
@@ -54,6 +60,8 @@ def measure(implementation: str, length: int) -> dict[str, float]:
     seconds = time.perf_counter() - started
     peak = peak_rss_mb()
     return {
+        "implementation": taken.implementation,
+        "reason": taken.reason,
         "seconds": seconds,
         "peak_mb": peak,
         "step_mb": peak - before,
@@ -61,13 +69,13 @@ def measure(implementation: str, length: int) -> dict[str, float]:
     }
 
 
-def measure_in_new_process(implementation: str, length: int) -> dict[str, float]:
+def measure_in_new_process(implementation: str, length: int) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve())]
     options = ["--measure", implementation, "--lengths", str(length)]
     done = subprocess.run(
         command + options, check=True, stdout=subprocess.PIPE, text=True
     )
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -77,6 +85,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
+    add("--implementation", choices=IMPLEMENTATIONS[:-1], default=DEFAULT)
     add("--measure", choices=IMPLEMENTATIONS, help="measure here and print JSON")
     arguments = parser.parse_args()
 
@@ -90,17 +99,18 @@ def main() -> int:
     )
     row = "{:>8}  {:>14}  {:>8}  {:>12}  {:>8}"
     print(row.format("length", "implementation", "peak MB", "of that step", "seconds"))
+    explanations: dict[str, str] = {}
     for length in arguments.lengths:
-        for implementation in IMPLEMENTATIONS:
+        for implementation in (arguments.implementation, "xla"):
             result = measure_in_new_process(implementation, length)
             peak, added = f"{result['peak_mb']:.0f}", f"{result['step_mb']:.0f}"
             seconds = f"{result['seconds']:.1f}"
-            print(row.format(length, implementation, peak, added, seconds), flush=True)
-    print(
-        'Memory is what this compares. Where "metal" is the software Metal device (on '
-        "Linux),\nit is a correctness tool; its time says nothing about a "
-        "GPU."
-    )
+            taken = result["implementation"]
+            print(row.format(length, taken, peak, added, seconds), flush=True)
+            explanations[taken] = result["reason"]
+    for taken, reason in explanations.items():
+        print(f"{taken}: {reason}")
+    print("Memory is what this compares.")
     return 0
 
 

@@ -32,7 +32,7 @@ parser.add_argument("--width", type=int, default=64, help="of the layer")
 parser.add_argument("--heads", type=int, default=4)
 parser.add_argument("--kv-heads", type=int, default=2)
 parser.add_argument("--head-dim", type=int, default=32)
-parser.add_argument("--implementation", choices=["metal", "xla"], default="metal")
+parser.add_argument("--implementation", choices=["metal", "cpu", "xla"], default=None)
 parser.add_argument("--allowed", type=float, default=1e-4, help="largest difference")
 
 

@@ -1,8 +1,10 @@
 """Trains a small byte-level GPT on the sources of Python's standard library.
 
 Flax, jax.grad and optax; attention through jax_flash_metal. Checks itself: the first
-losses against implementation="xla", the held-out loss against the unigram entropy.
-On Linux "metal" is the software Metal device: right, but no measure of a GPU.
+losses against implementation="xla", the held-out loss against the unigram entropy. Says
+how long a step takes with both; for long sequences:
+
+    python examples/train_gpt.py --length 1024 --steps 20 --sample 0 --margin -9
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from jax_flash_metal.flax import dot_product_attention
+from jax_flash_metal.flax import dot_product_attention, explain
 
 Array = jax.Array
+Implementation = str | None  # None: the one that fits the platform
 
 VOCABULARY = 256  # bytes
 COMPARED_STEPS = 20  # steps whose losses are compared with implementation="xla"
@@ -39,7 +42,7 @@ class Block(nn.Module):
     """Pre-norm transformer block."""
 
     num_heads: int
-    implementation: str
+    implementation: Implementation
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -62,7 +65,7 @@ class Transformer(nn.Module):
     width: int
     num_heads: int
     num_layers: int
-    implementation: str
+    implementation: Implementation
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
@@ -120,8 +123,12 @@ def train(
     arguments: argparse.Namespace,
     num_steps: int,
     description: str,
-) -> tuple[Any, list[float]]:
-    """Trains from scratch; returns the parameters and every step's loss in nats."""
+) -> tuple[Any, list[float], float]:
+    """Trains from scratch.
+
+    Returns:
+      The parameters, every step's loss in nats, and the median of the steps' seconds.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=arguments.learning_rate,
@@ -146,17 +153,22 @@ def train(
     params = jax.jit(model.init)(key, next(data)[:, :-1])
     state = optimizer.init(params)
     losses: list[float] = []
+    seconds: list[float] = []
     bar = tqdm(range(num_steps), desc=description, unit="step", mininterval=1)
     report_every = max(1, num_steps // 10)
     for i in bar:
-        params, state, loss = step(params, state, next(data))
+        windows = next(data)
+        started = time.perf_counter()
+        params, state, loss = step(params, state, windows)
         losses.append(float(loss))
+        seconds.append(time.perf_counter() - started)
         loss_bits = losses[-1] / math.log(2)
         bar.set_postfix_str(f"loss {loss_bits:.3f} bits/byte", refresh=False)
         if (i + 1) % report_every == 0:
             recent = np.mean(losses[-report_every:]) / math.log(2)
             tqdm.write(f"{description}: step {i + 1:4d}, {recent:.3f} bits/byte")
-    return params, losses
+    # Without the first step, which compiles.
+    return params, losses, float(np.median(seconds[1:] or seconds))
 
 
 def evaluate(
@@ -198,7 +210,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--implementation", choices=("metal", "xla"), default="metal")
+    add("--implementation", choices=("metal", "cpu", "xla"), default=None)
     add("--steps", type=int, default=700)
     add("--batch", type=int, default=8, help="windows per step")
     add("--length", type=int, default=128, help="bytes of context")
@@ -221,7 +233,7 @@ def main() -> int:
     arguments = parse_arguments()
     started = time.perf_counter()
 
-    def model_for(implementation: str) -> Transformer:
+    def model_for(implementation: Implementation) -> Transformer:
         return Transformer(
             length=arguments.length,
             width=arguments.width,
@@ -235,20 +247,31 @@ def main() -> int:
         f"text: Python's standard library, {len(train_text) / 1e6:.1f} MB to train on, "
         f"{len(held_out_text) / 1e6:.1f} MB held out"
     )
-    if arguments.implementation == "metal" and sys.platform == "linux":
-        print('"metal" on this platform is the software Metal device: a correctness')
-        print("tool that runs the GPU's kernels on the CPU. Its speed means nothing.")
+    head_dim = arguments.width // arguments.heads
+    head_shape = (arguments.batch, arguments.length, arguments.heads, head_dim)
+    heads = jax.ShapeDtypeStruct(head_shape, jnp.float32)
+    taken = explain(
+        heads, heads, heads, is_causal=True, implementation=arguments.implementation
+    )
+    print(f"attention: {taken}")
+    if taken.implementation == "metal" and sys.platform == "linux":
+        print("It is a correctness tool that runs the GPU's kernels on the CPU.")
+        print("Its speed means nothing.")
 
     model = model_for(arguments.implementation)
-    params, losses = train(
-        model, train_text, arguments, arguments.steps, arguments.implementation
+    params, losses, seconds = train(
+        model, train_text, arguments, arguments.steps, taken.implementation
     )
     failures = []
 
-    if arguments.implementation != "xla":
+    if taken.implementation != "xla":
         num_steps = min(COMPARED_STEPS, arguments.steps)
-        _, expected = train(
+        _, expected, xla_seconds = train(
             model_for("xla"), train_text, arguments, num_steps, "xla, to compare"
+        )
+        print(
+            f"median step: {taken.implementation} {1e3 * seconds:.1f} ms, xla "
+            f"{1e3 * xla_seconds:.1f} ms, {xla_seconds / seconds:.2f} times as long"
         )
         difference = float(np.abs(np.subtract(losses[:num_steps], expected)).max())
         print(

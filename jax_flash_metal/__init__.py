@@ -1,4 +1,4 @@
-"""FlashAttention for JAX as Metal kernels, with a software Metal device elsewhere.
+"""FlashAttention for JAX: Metal kernels for Apple's GPUs, native ones for CPUs.
 
 The public names. Importing this package loads no native library and no Flax;
 the library is loaded when a program with our custom calls is lowered.

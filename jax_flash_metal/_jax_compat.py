@@ -185,7 +185,7 @@ _forked = False
 
 
 def note_kernel_program() -> None:
-    """To be told of every program with our kernels; see `_after_fork`."""
+    """To be told of every program with the Metal kernels; see `_after_fork`."""
     global _has_kernel_programs
     _has_kernel_programs = True
 

@@ -132,9 +132,10 @@ def flash_attention(
         depends only on the key and its indices.
       return_logsumexp: Also return logsumexp.
       implementation: "metal": the Metal kernels (on Linux, on the software Metal
-        device). "xla": the reference, O(T * S) memory, the only one with forward-mode
-        derivatives. None: the kernels where they are for production use and cover the
-        call, else the reference; `explain` tells.
+        device). "cpu": the native CPU kernels, on JAX's platform cpu. "xla": the
+        reference, O(T * S) memory, the only one with forward-mode derivatives. None:
+        the kernels that are meant for the platform, native ones on cpu, where they
+        cover the call, else the reference; `explain` tells.
 
     Returns:
       out [B, T, N, V] in the dtype of query; with return_logsumexp also logsumexp
@@ -143,7 +144,8 @@ def flash_attention(
     Raises:
       ValueError: A shape, dtype or value is wrong.
       TypeError: An argument is of the wrong kind.
-      NotImplementedError: implementation="metal" and no kernel covers the call.
+      NotImplementedError: implementation="metal" or "cpu" and no kernel covers the
+        call.
 
     Notes:
       A row that sees no key gives 0, logsumexp -inf and no gradient, also with sinks.
@@ -198,8 +200,8 @@ def run(operands: AttentionOperands, config: AttentionConfig) -> tuple[Array, Ar
         return reference.attention(operands, config)
     reason = support.unfused_reason(operands)
     if reason is not None:
-        if config.implementation == "metal":
-            raise support.demand_kernels(reason)
+        if config.implementation is not None:
+            raise support.demand_kernels(reason, config.implementation)
         log_fallback(f"flash_attention takes the reference: {reason}.")
     # Inside shard_map, before the custom gradient: it does not sum over devices itself.
     arrays, tree = jax.tree.flatten(operands)
@@ -317,6 +319,10 @@ def prepare(
 def explain(*args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
     """Which implementation `flash_attention` takes for these arguments, and why.
 
+    It knows nothing of the program around the call: inside a `shard_map` over some of
+    the mesh's axes, without JAX's partitioner Shardy, the call takes the reference
+    whatever this says.
+
     Args:
       *args: As for `flash_attention`; arrays may be `jax.ShapeDtypeStruct`s.
       platform: A JAX platform; None: `jax.default_backend()`.
@@ -340,9 +346,10 @@ def explain(*args: Any, platform: str | None = None, **kwargs: Any) -> Explanati
 
 
 def is_supported(*args: Any, **kwargs: Any) -> bool:
-    """Whether the Metal kernels cover these arguments of `flash_attention`.
+    """Whether the kernels cover these arguments of `flash_attention`.
 
-    That is, whether `implementation="metal"` is accepted on a platform with kernels.
+    That is, whether `implementation="metal"` or "cpu" is accepted on a platform that
+    has these kernels; both cover the same.
     Arguments and exceptions as for `explain`.
     """
     operands, _ = _prepare_abstract(*args, **kwargs)
@@ -435,7 +442,7 @@ def dot_product_attention(
       query_seq_lengths: int32 [B].
       key_value_seq_lengths: int32 [B].
       local_window_size: (left, right), inclusive, or an int for both.
-      implementation: None, "metal" or "xla", see `flash_attention`.
+      implementation: None, "metal", "cpu" or "xla", see `flash_attention`.
       return_residual: Also return logsumexp as [B, T, N] in the dtype of key.
 
     Returns:

@@ -14,8 +14,14 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-# In the orders of JfmGradientOf, of JfmAttentionProblem's tensors, and of JfmOperand.
-from jax_flash_metal.config import DIFFERENTIABLE_OPTIONS, DIMS, OPTIONAL_OPERANDS
+# In the orders of JfmBackend, JfmGradientOf, JfmAttentionProblem's tensors, JfmOperand.
+from jax_flash_metal.config import (
+    BACKENDS,
+    DIFFERENTIABLE_OPTIONS,
+    DIMS,
+    OPTIONAL_OPERANDS,
+    Backend,
+)
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -93,6 +99,8 @@ class Problem(ctypes.Structure):
         ("operands", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
         ("gradient_of", ctypes.c_int32),
+        ("backend", ctypes.c_int32),
+        ("pad", ctypes.c_int32),
         *((_MEMBERS.get(name, name), Tensor) for name in (*DIMS, "gradient")),
     ]
 
@@ -139,10 +147,16 @@ _MAX_TEXT = 1 << 16
 
 
 class AttentionLibrary:
-    """The functions of a loaded library, see platforms.load_library."""
+    """The functions of a loaded library, see platforms.load_library.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Args:
+      library: Loaded.
+      backend: Of the problems that run_forward and the like make, among BACKENDS.
+    """
+
+    def __init__(self, library: ctypes.CDLL, *, backend: Backend = "metal") -> None:
         self._library = declare(library)
+        self._backend = backend
 
     def run_forward(
         self, query: Array, key: Array, value: Array, **options: Any
@@ -159,7 +173,7 @@ class AttentionLibrary:
         Options: those of make_problem.
         """
         operands = dict(zip(FORWARD_OPERANDS, (query, key, value)))
-        problem = make_problem(operands, **options)
+        problem = make_problem(operands, backend=self._backend, **options)
         results = attach_results(problem, operands, FORWARD_RESULTS)
         self.run(problem, "forward")
         out, logsumexp = results.values()
@@ -179,7 +193,7 @@ class AttentionLibrary:
         """dquery, dkey, dvalue with the full batch sizes; dlogsumexp None = zeros."""
         values = (query, key, value, out, logsumexp, dout)
         operands = _backward_operands(values, dlogsumexp)
-        problem = make_problem(operands, **options)
+        problem = make_problem(operands, backend=self._backend, **options)
         results = attach_results(problem, operands, BACKWARD_RESULTS)
         self.run(problem, "backward")
         dquery, dkey, dvalue = results.values()
@@ -207,7 +221,7 @@ class AttentionLibrary:
         """
         values = (query, key, value, out, logsumexp, dout)
         operands = _backward_operands(values, dlogsumexp)
-        problem = make_problem(operands, **options)
+        problem = make_problem(operands, backend=self._backend, **options)
         gradient = attach_gradient(problem, of, options[of], shape)
         self.run(problem, "gradient")
         return gradient
@@ -241,13 +255,31 @@ class AttentionLibrary:
         return self._text(function, ctypes.byref(problem), number).splitlines()
 
     def device_facts(self) -> dict[str, str]:
-        """What is known of the device that calls run on.
+        """What is known of what calls run on: the device, or the CPU.
 
         Raises:
-          AttentionError: There is none; the message says why.
+          AttentionError: There is no device; the message says why.
         """
-        text = self._text(self._library.jfm_device_facts)
+        function = self._library.jfm_device_facts
+        text = self._text(function, BACKENDS.index(self._backend))
         return dict(line.split("=", 1) for line in text.splitlines())
+
+    def cpu_isas(self) -> list[str]:
+        """Instruction sets that the CPU kernels can use on this machine, best last."""
+        return self._text(self._library.jfm_cpu_isas).splitlines()
+
+    def set_cpu_isa(self, name: str = "") -> None:
+        """Which of cpu_isas() to use from now on; "": the best."""
+        if self._library.jfm_cpu_set_isa(name.encode()):
+            raise ValueError(f"name must be among {self.cpu_isas()}, but got {name!r}.")
+
+    def measure_cpu_peak(self, dtype: str) -> float:
+        """Floating-point operations per second of one thread in products of matrices.
+
+        For some milliseconds, in the CPU's first cache: what no kernel can exceed.
+        """
+        peak: float = self._library.jfm_cpu_measure_peak(DTYPES[dtype])
+        return peak
 
     def kernel_digest(self) -> str:
         """A hash of the library's kernels."""
@@ -301,16 +333,21 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "jfm_attention_gradient": (problem, *text),
         "jfm_attention_kernels": (problem, ctypes.c_int, *text),
         "jfm_attention_compile": (problem, ctypes.c_int, *text),
-        "jfm_device_facts": text,
+        "jfm_device_facts": (ctypes.c_int, *text),
+        "jfm_cpu_isas": text,
+        "jfm_cpu_set_isa": (ctypes.c_char_p,),
+        "jfm_cpu_measure_peak": (ctypes.c_int,),
     }.items():
         getattr(library, name).argtypes = arguments
     library.jfm_kernel_digest.restype = ctypes.c_char_p
+    library.jfm_cpu_measure_peak.restype = ctypes.c_double
     return library
 
 
 def make_problem(
     operands: Mapping[str, Array],
     *,
+    backend: Backend = "metal",
     scale: float | None = None,
     is_causal: bool = False,
     q_offset: int | Array = 0,
@@ -325,6 +362,7 @@ def make_problem(
 
     Args:
       operands: Those of the pass that a call cannot be without.
+      backend: Among BACKENDS.
       scale: None: 1 / sqrt(head_dim).
       is_causal: As the following ones in docs/semantics.md.
       q_offset: An int, or an int32 array with the batch dimensions.
@@ -344,6 +382,7 @@ def make_problem(
     batch = np.broadcast_shapes(*(_batch(n, x) for n, x in tensors.items()))
     left, right = sliding_window or (None, None)
     problem = Problem(
+        backend=BACKENDS.index(backend),
         batch_sizes=tuple(batch),
         num_batch_dims=len(batch),
         scale=shape.head_dim**-0.5 if scale is None else scale,
@@ -366,10 +405,15 @@ def make_problem(
 
 
 def shape_problem(
-    shape: CallShape, *, is_causal: bool = False, q_offset: int = 0
+    shape: CallShape,
+    *,
+    backend: Backend = "metal",
+    is_causal: bool = False,
+    q_offset: int = 0,
 ) -> Problem:
     """A plain problem without memory or batch, for `kernels` and `compile`."""
     problem = Problem(
+        backend=BACKENDS.index(backend),
         scale=shape.head_dim**-0.5,
         is_causal=is_causal,
         q_offset=q_offset,

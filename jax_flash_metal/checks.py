@@ -359,4 +359,6 @@ def implementation(x: Any) -> Implementation:
         for known in IMPLEMENTATIONS:
             if known == x:
                 return known
-    raise ValueError(f"implementation must be None, 'metal' or 'xla', but got {x!r}.")
+    raise ValueError(
+        f"implementation must be None, 'metal', 'cpu' or 'xla', but got {x!r}."
+    )

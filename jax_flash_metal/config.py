@@ -14,8 +14,12 @@ import numpy as np
 if TYPE_CHECKING:  # attention_library uses the tables below without JAX
     import jax
 
-Implementation: TypeAlias = Literal["metal", "xla"] | None
-IMPLEMENTATIONS: tuple[Implementation, ...] = (None, "metal", "xla")
+Backend: TypeAlias = Literal["metal", "cpu"]  # which of our kernels
+# In the order of the custom calls' attribute `backend`.
+BACKENDS: tuple[Backend, ...] = ("metal", "cpu")
+
+Implementation: TypeAlias = Literal["metal", "cpu", "xla"] | None
+IMPLEMENTATIONS: tuple[Implementation, ...] = (None, *BACKENDS, "xla")
 
 
 class SegmentIds(NamedTuple):

@@ -40,9 +40,8 @@ _DEFAULT_TIME_BUDGET = 30.0
 _OLDEST_MACOS = 14
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run_command(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
-    options = _parse(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Of a terminal that has no "±": better a "?" than no report.
@@ -59,18 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_FAILED if report.status == "fail" else EXIT_OK
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_flash_metal",
-        description="FlashAttention for JAX as Metal kernels.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_command(commands: Any) -> None:
+    """Adds `doctor` to the subcommands of argparse."""
     doctor = commands.add_parser(
         "doctor",
         help="test this installation",
         description="Tests this installation: the device, every kernel, the host "
         "plugin, a training step. The exit status is 1 if something failed.",
     )
+    doctor.set_defaults(run=run_command)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument(
         "--report",
@@ -92,7 +88,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="S",
         help="seconds for the timing table, 0 for none (default: %(default).0f)",
     )
-    return parser.parse_args(arguments)
 
 
 def _seconds(text: str) -> float:
@@ -125,7 +120,8 @@ def _run_sections(
         name: str, expected: Sequence[str], limit: float, **options: Any
     ) -> None:
         section = _Section(name, expected, progress)
-        environment = {"JAX_PLATFORMS": _PLATFORMS[options.get("platform", "cpu")]}
+        platform_ = options.get("platform", "cpu")
+        environment = {"JAX_PLATFORMS": hosts.JAX_PLATFORMS[platform_]}
         try:
             section.run(limit, options, environment)
         finally:
@@ -134,11 +130,24 @@ def _run_sections(
     def skip(name: str, status: Status, reason: str) -> None:
         report.checks.append(Check(name, status, f"Not run: {reason}."))
 
-    _run_kernels(report, progress)
+    _run_self_test(
+        report, "kernels", ("jax", "library", "device", "self-test"), progress
+    )
+    library = report.check("library")
+    if library is not None and library.status == "ok":
+        _run_self_test(report, "cpu kernels", ("cpu self-test",), progress)
+    else:
+        skip("cpu self-test", "warn", "it needs the native library, see above")
     self_test, host = report.check("self-test"), report.check("host plugin")
     if self_test is None or not self_test.rows:
-        for name in ("hand-over", "training", "timing"):
-            skip(name, "warn", "it needs kernels that run, see above")
+        skip("hand-over", "warn", "it needs Metal kernels that run, see above")
+        on_cpu = report.check("cpu self-test")
+        if on_cpu is not None and on_cpu.rows:
+            options = {"platform": "cpu", "has_device": False}
+            run_section("training", ("training",), 300, **options)
+        else:
+            skip("training", "warn", "it needs kernels that run, see above")
+        skip("timing", "warn", "it needs Metal kernels that run, see above")
         return
     if host is not None and "path" in host.facts:
         run_section("hand-over", ("hand-over",), 300, platform="flash_metal")
@@ -177,7 +186,7 @@ def _try_other_hosts(
             continue
         section = _Section("hand-over", ("hand-over",), progress)
         environment = {
-            "JAX_PLATFORMS": _PLATFORMS["flash_metal"],
+            "JAX_PLATFORMS": hosts.JAX_PLATFORMS["flash_metal"],
             hosts.HOST_SETTING: host.name,
         }
         section.run(300, {"platform": "flash_metal"}, environment)
@@ -192,16 +201,19 @@ def _try_other_hosts(
             return
 
 
-def _run_kernels(report: Report, progress: Callable[[str], None]) -> None:
-    """The section `kernels`; again without the cases that crashed, to see the rest."""
+def _run_self_test(
+    report: Report, name: str, expected: Sequence[str], progress: Callable[[str], None]
+) -> None:
+    """A section of kernels; again without the cases that crashed, to see the rest.
+
+    `expected`: the names of its checks; the last is that of the kernels.
+    """
     crashed: list[dict[str, Any]] = []
     while True:
-        section = _Section(
-            "kernels", ("jax", "library", "device", "self-test"), progress
-        )
+        section = _Section(name, expected, progress)
         options = {"crashes": {crash["case"]: crash["how"] for crash in crashed}}
         try:
-            section.run(1800, options, {"JAX_PLATFORMS": "cpu"})
+            section.run(1800, options, _SELF_TEST_ENVIRONMENT)
         except _Interrupted:
             report.checks += section.checks
             raise
@@ -209,16 +221,15 @@ def _run_kernels(report: Report, progress: Callable[[str], None]) -> None:
             crashed.append(section.crash)
             continue
         report.checks += section.checks
-        self_test = report.check("self-test")
+        self_test = report.check(expected[-1])
         if self_test is not None:
             self_test.facts["crashes"] = crashed
         return
 
 
 _MAX_CRASHES = 8
-
-# JAX_PLATFORMS for a section that is about one of them.
-_PLATFORMS = {"cpu": "cpu", "flash_metal": "flash_metal,cpu"}
+# The expected results are products of small matrices: more threads only get in the way.
+_SELF_TEST_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _device_in_words(report: Report) -> str:

@@ -9,6 +9,7 @@ that a crash loses nothing and cannot take `doctor` with it. OPTIONS are JSON.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from jax_flash_metal.doctor_report import HOW_TO_REPORT, Check, Status, sentence
 
 # Importing JAX is the first thing that may fail.
 if TYPE_CHECKING:
-    from jax_flash_metal.config import Implementation
+    from jax_flash_metal.config import Backend, Implementation
 
 REINSTALL = "Reinstall jax-flash-metal from where it came (README, Usage)."
 
@@ -134,8 +135,7 @@ def _describe(device: dict[str, str]) -> str:
 def _check_every_kernel(events: Events, library: Any, crashes: dict[str, str]) -> None:
     """`crashes`: how earlier processes crashed, by the number of their last case."""
     from jax_flash_metal import kernel_cases, kernel_proof
-    from jax_flash_metal.attention_library import AttentionError
-    from jax_flash_metal.kernel_cases import Verdict, kernel_of_key
+    from jax_flash_metal.kernel_cases import kernel_of_key
     from jax_flash_metal.variant_table import variants
 
     cases = [
@@ -143,24 +143,123 @@ def _check_every_kernel(events: Events, library: Any, crashes: dict[str, str]) -
         for dtype, head_dim in sorted({(v.dtype, v.head_dim) for v in variants()})
         for case in kernel_cases.cases_of(dtype, head_dim, with_aligned=True)
     ]
-    compile_ms: dict[str, float] = {}
-    verdicts: dict[str, Verdict] = {}
-
-    def add(key: str, verdict: Verdict) -> None:
-        verdicts[key] = max(verdicts.get(key, verdict), verdict, key=_badness)
-
+    tested = _Tested()
     for number, case in enumerate(cases):
+        tested.add(events, library, case, number, len(cases), crashes)
+    # From now on programs go by this.
+    kernel_proof.replace("metal", tested.verdicts)
+    rows = []
+    for v in variants():
+        # As it is made for plain calls and for those with options.
+        own = (x for k, x in tested.verdicts.items() if kernel_of_key(k) == v.host_name)
+        rows.append(
+            {
+                "name": v.host_name,
+                "kernel": v.kernel,
+                "compile_ms": round(tested.compile_ms.get(v.host_name, 0), 3),
+                **_worst(own),
+            }
+        )
+    compile_ms = sum(tested.compile_ms.values())
+    facts = {"cases": len(cases), "compile_ms": round(compile_ms)}
+    right = f"All {len(rows)} kernels compile ({compile_ms / 1e3:.1f} s) and are right"
+    events.check(_judged("self-test", rows, facts, right))
+
+
+def check_cpu_kernels(events: Events, options: dict[str, Any]) -> None:
+    """The CPU kernels of every instruction set that this machine has.
+
+    Calls take those of the best one only; the others tell more of a fault.
+    """
+    with _failing(events, "cpu self-test"):
+        _check_every_cpu_kernel(events, options.get("crashes", {}))
+
+
+def _check_every_cpu_kernel(events: Events, crashes: dict[str, str]) -> None:
+    """`crashes`: as above."""
+    from jax_flash_metal import kernel_cases, kernel_proof, platforms
+    from jax_flash_metal.attention_library import DTYPES, AttentionLibrary
+
+    events.progress("loading the native library")
+    library = AttentionLibrary(platforms.load_library(), backend="cpu")
+    facts: dict[str, Any] = dict(library.device_facts())
+    cases = [
+        case
+        for dtype in DTYPES
+        # Wider than the proof's: two tiles of a head.
+        for case in kernel_cases.cases_of(dtype, 80, with_aligned=True, backend="cpu")
+    ]
+    instruction_sets = library.cpu_isas()
+    runs = list(itertools.product(cases, instruction_sets))
+    tested = _Tested()
+    kernels: dict[str, str] = {}  # and their instruction sets
+    for number, (case, instruction_set) in enumerate(runs):
+        library.set_cpu_isa(instruction_set)
+        names = tested.add(events, library, case, number, len(runs), crashes)
+        kernels |= dict.fromkeys(names, instruction_set)
+    library.set_cpu_isa("")
+    kernel_proof.replace("cpu", tested.verdicts)
+    rows = [
+        {
+            "name": name,
+            "kernel": instruction_set,
+            **_worst(
+                verdict
+                for key, verdict in tested.verdicts.items()
+                if kernel_cases.kernel_of_key(key) == name
+            ),
+        }
+        for name, instruction_set in kernels.items()
+    ]
+    sets, best = ", ".join(instruction_sets), instruction_sets[-1]
+    right = f"All {len(rows)} native CPU kernels ({sets}) are right"
+    facts["cases"] = len(runs)
+    if any(row["failure"] and row["kernel"] == best for row in rows):
+        check = _judged("cpu self-test", rows, facts, right)
+    else:
+        fate = f"calls here take those of {best}, which are right"
+        check = _judged("cpu self-test", rows, facts, right, fate)
+    events.check(check)
+
+
+class _Tested:
+    """What the cases say that were run so far.
+
+    Attributes:
+      verdicts: The worst ones, by KernelCase.key.
+      compile_ms: By the kernels' names.
+    """
+
+    def __init__(self) -> None:
+        self.verdicts: dict[str, Any] = {}
+        self.compile_ms: dict[str, float] = {}
+
+    def add(
+        self,
+        events: Events,
+        library: Any,
+        case: Any,
+        number: int,
+        total: int,
+        crashes: Mapping[str, str],
+    ) -> list[str]:
+        """Runs a case, unless it has crashed; the names of the kernels it is of."""
+        from jax_flash_metal import kernel_cases
+        from jax_flash_metal.attention_library import AttentionError
+        from jax_flash_metal.kernel_cases import Verdict
+
         try:
-            names = case.kernels(library)
+            names: list[str] = case.kernels(library)
         except AttentionError:
-            continue  # the table has no row of a kernel of this pass for it
+            return []  # the table has no row of a kernel of this pass for it
         if not any(case.judges(name) for name in names):
-            continue  # of kernels that another row's case proves
+            return []  # of kernels that another row's case proves
         if str(number) in crashes:
             for name in names:
-                add(case.key(name), Verdict(None, f"its test {crashes[str(number)]}"))
-            continue
-        doing = f"testing {', '.join(names)} (case {number + 1} of {len(cases)})"
+                how = Verdict(None, f"its test {crashes[str(number)]}")
+                self._keep(case.key(name), how)
+            return names
+        doing = f"testing {', '.join(names)} (case {number + 1} of {total})"
         events.progress(doing, case=number)
         started = time.perf_counter()
         with contextlib.suppress(AttentionError):  # the run below says it again
@@ -168,47 +267,45 @@ def _check_every_kernel(events: Events, library: Any, crashes: dict[str, str]) -
         # A pass compiles its kernels together.
         share = 1e3 * (time.perf_counter() - started) / len(names)
         for name in names:
-            compile_ms[name] = compile_ms.get(name, 0) + share
+            self.compile_ms[name] = self.compile_ms.get(name, 0) + share
         for key, verdict in kernel_cases.check(library, case).items():
-            add(key, verdict)
+            self._keep(key, verdict)
+        return names
 
-    # From now on programs go by this.
-    kernel_proof.replace(verdicts)
+    def _keep(self, key: str, verdict: Any) -> None:
+        others = self.verdicts.get(key, verdict)
+        self.verdicts[key] = max(others, verdict, key=_badness)
+
+
+def _worst(verdicts: Iterable[Any]) -> dict[str, Any]:
+    """The columns of a kernel's row that tell whether it is right."""
+    from jax_flash_metal.kernel_cases import Verdict
+
     unjudged = Verdict(None, "it could not be tested, for other kernels failed")
-    rows = []
-    for v in variants():
-        # As it is made for plain calls and for those with options.
-        own = (x for k, x in verdicts.items() if kernel_of_key(k) == v.host_name)
-        verdict = max(own, key=_badness, default=unjudged)
-        rows.append(
-            {
-                "name": v.host_name,
-                "kernel": v.kernel,
-                "compile_ms": round(compile_ms.get(v.host_name, 0), 3),
-                "error": verdict.error,
-                "failure": verdict.failure,
-            }
-        )
-    facts = {"cases": len(cases), "compile_ms": round(sum(compile_ms.values()))}
-    events.check(_judged(rows, facts))
+    verdict = max(verdicts, key=_badness, default=unjudged)
+    return {"error": verdict.error, "failure": verdict.failure}
 
 
-def _judged(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Check:
+def _judged(
+    name: str,
+    rows: list[dict[str, Any]],
+    facts: dict[str, Any],
+    right: str,
+    fate: str = "calls that need them take the reference",
+) -> Check:
+    """`right`: what to say if all are; `fate`: what the others mean for calls."""
     wrong = [row for row in rows if row["failure"] is not None]
     if wrong:
         named = "; ".join(f"{row['name']}: {row['failure']}" for row in wrong[:3])
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         message = (
-            f"{len(wrong)} of {len(rows)} kernels fail and are disabled, calls take "
-            f"the reference instead: {named}{more}. {HOW_TO_REPORT}"
+            f"{len(wrong)} of {len(rows)} kernels fail and are disabled, {fate}: "
+            f"{named}{more}. {HOW_TO_REPORT}"
         )
-        return Check("self-test", "fail", message, facts=facts, rows=rows)
+        return Check(name, "fail", message, facts=facts, rows=rows)
     largest = max(row["error"] for row in rows)
-    message = (
-        f"All {len(rows)} kernels compile ({facts['compile_ms'] / 1e3:.1f} s) and are "
-        f"right: the largest error is {largest:.2g} of what is allowed."
-    )
-    return Check("self-test", "ok", message, facts=facts, rows=rows)
+    message = f"{right}: the largest error is {largest:.2g} of what is allowed."
+    return Check(name, "ok", message, facts=facts, rows=rows)
 
 
 def _badness(verdict: Any) -> tuple[bool, float]:
@@ -357,7 +454,11 @@ _GRADIENT_TOLERANCE = 1e-3  # of the largest gradient
 
 
 def check_training(events: Events, options: dict[str, Any]) -> None:
-    """Steps of a one-layer transformer, with the kernels and with the reference."""
+    """Steps of a one-layer transformer, with the kernels and with the reference.
+
+    The Metal kernels, if there is a device, on the platform of the options; and the
+    CPU kernels on platform cpu.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -401,7 +502,11 @@ def check_training(events: Events, options: dict[str, Any]) -> None:
         log_probs = jax.nn.log_softmax(x @ params["embed"].T)
         return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1).mean()
 
-    def train(implementation: Implementation) -> tuple[list[float], Any]:
+    def train(implementation: Implementation, platform: str) -> tuple[list[float], Any]:
+        with jax.default_device(jax.devices(platform)[0]):
+            return train_here(implementation)
+
+    def train_here(implementation: Implementation) -> tuple[list[float], Any]:
         step = jax.jit(
             jax.value_and_grad(
                 lambda params, tokens: loss(params, tokens, implementation)
@@ -416,32 +521,43 @@ def check_training(events: Events, options: dict[str, Any]) -> None:
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
         return losses, jax.tree.map(np.asarray, gradients)
 
-    try:
-        losses, gradients = train("metal")
-    except NotImplementedError as error:
-        events.check(Check("training", "fail", sentence(str(error))))
-        return
-    expected_losses, expected_gradients = train("xla")
-    loss_error = max(abs(a - b) for a, b in zip(losses, expected_losses))
-    gradient_error = max(
-        float(np.abs(gradients[n] - e).max() / np.abs(e).max())
-        for n, e in expected_gradients.items()
-    )
-    facts = {
-        "platform": jax.default_backend(),
-        "losses": [str(x) for x in losses],  # NaN is no JSON
-        "expected_losses": [str(x) for x in expected_losses],
-    }
-    figures = (
-        f"{_STEPS} steps on platform {jax.default_backend()}: losses differ from those "
-        f"of implementation='xla' by {loss_error:.1e} (allowed {_LOSS_TOLERANCE:.0e}), "
-        f"gradients by {gradient_error:.1e} (allowed {_GRADIENT_TOLERANCE:.0e})."
-    )
-    # Written so that NaN fails.
-    right = loss_error <= _LOSS_TOLERANCE and gradient_error <= _GRADIENT_TOLERANCE
-    message = figures if right else f"{figures} {HOW_TO_REPORT}"
-    status: Status = "ok" if right else "fail"
-    events.check(Check("training", status, message, facts=facts))
+    programs: list[tuple[Backend, str]] = [("cpu", "cpu")]
+    if options.get("has_device", True):
+        programs.insert(0, ("metal", options["platform"]))
+    facts: dict[str, Any] = {"platform": jax.default_backend()}
+    status: Status = "ok"
+    sentences = []
+    for implementation, platform in programs:
+        try:
+            losses, gradients = train(implementation, platform)
+        except NotImplementedError as error:
+            status = "fail"
+            sentences.append(sentence(str(error)))
+            continue
+        expected_losses, expected_gradients = train("xla", platform)
+        loss_error = max(abs(a - b) for a, b in zip(losses, expected_losses))
+        gradient_error = max(
+            float(np.abs(gradients[n] - e).max() / np.abs(e).max())
+            for n, e in expected_gradients.items()
+        )
+        facts[implementation] = {
+            "losses": [str(x) for x in losses],  # NaN is no JSON
+            "expected_losses": [str(x) for x in expected_losses],
+        }
+        kernels = {"metal": "Metal", "cpu": "CPU"}[implementation]
+        sentences.append(
+            f"{_STEPS} steps, {kernels} kernels on platform {platform}: losses differ "
+            f"from those of implementation='xla' by {loss_error:.1e} (allowed "
+            f"{_LOSS_TOLERANCE:.0e}), gradients by {gradient_error:.1e} (allowed "
+            f"{_GRADIENT_TOLERANCE:.0e})."
+        )
+        # Written so that NaN fails.
+        right = loss_error <= _LOSS_TOLERANCE and gradient_error <= _GRADIENT_TOLERANCE
+        if not right:
+            status = "fail"
+    if status == "fail":
+        sentences.append(HOW_TO_REPORT)
+    events.check(Check("training", status, " ".join(sentences), facts=facts))
 
 
 # -- Timing ----------------------------------------------------------------------------
@@ -508,13 +624,13 @@ def _time_row(shape: Any, pass_: str, seconds: float) -> dict[str, Any]:
     import jax_flash_metal
 
     rng = np.random.default_rng(0)
-    sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    keys = (shape.length, shape.num_kv_heads)
     operands = [
         jnp.asarray(
-            rng.standard_normal((shape.batch_size, shape.length, n, shape.head_dim)),
+            rng.standard_normal((shape.batch_size, length, heads, shape.head_dim)),
             jnp.float32,
         )
-        for n in sizes
+        for length, heads in ((shape.num_queries, shape.num_heads), keys, keys)
     ]
 
     def function(implementation: Implementation) -> Callable[[], None]:
@@ -571,6 +687,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 SECTIONS: dict[str, Callable[[Events, dict[str, Any]], None]] = {
     "kernels": check_kernels,
+    "cpu kernels": check_cpu_kernels,
     "hand-over": check_hand_over,
     "training": check_training,
     "timing": check_timing,

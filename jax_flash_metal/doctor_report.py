@@ -147,6 +147,13 @@ def _print_tables(report: Report, output: io.StringIO, width: int) -> None:
             kernels.add_row(*row)
         console.print(kernels)
 
+    cpu = report.check("cpu self-test")
+    if cpu is not None and cpu.rows:
+        on_cpu = table("CPU kernels", "instruction set", "right", "error/allowed")
+        for instruction_set, right, _, error in _by_kernel(cpu.rows):
+            on_cpu.add_row(instruction_set, right, error)
+        console.print(on_cpu)
+
     timing = report.check("timing")
     timed = [row for row in timing.rows if "fused_ms" in row] if timing else []
     if timing is not None and timed:
@@ -193,7 +200,9 @@ def _by_kernel(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, s
     lines = []
     for kernel, variants in groups.items():
         right = sum(row["failure"] is None for row in variants)
-        times = [row["compile_ms"] for row in variants if row["compile_ms"] is not None]
+        times = [
+            row["compile_ms"] for row in variants if row.get("compile_ms") is not None
+        ]
         errors = [row["error"] for row in variants if row["error"] is not None]
         lines.append(
             (

@@ -9,7 +9,8 @@
     jax_flash_metal.export.register_kernels()
     jax.export.deserialize(data).call(x)
 
-Programs that take the reference need neither.
+Programs that take the reference (implementation="xla") need neither. On platform cpu a
+program takes the native CPU kernels unless it says so.
 """
 
 from __future__ import annotations

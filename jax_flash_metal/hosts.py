@@ -26,6 +26,10 @@ BUFFERS_SETTING = "JAX_FLASH_METAL_HOST_BUFFERS"
 BUFFERS = ("auto", "address", "copy")
 
 
+# JAX_PLATFORMS of a process that is about one of the platforms.
+JAX_PLATFORMS = {"cpu": "cpu", "flash_metal": "flash_metal,cpu"}
+
+
 class HostError(RuntimeError):
     """There is no host, or it cannot run here; a sentence that says what to do."""
 

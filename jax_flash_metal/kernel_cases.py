@@ -32,7 +32,7 @@ from jax_flash_metal.attention_library import (
     make_problem,
     sizes_of,
 )
-from jax_flash_metal.config import DIFFERENTIABLE_OPTIONS, DIMS
+from jax_flash_metal.config import DIFFERENTIABLE_OPTIONS, DIMS, Backend
 from jax_flash_metal.variant_table import variants
 
 # (atol, rtol) per dtype: those of tests/support/tolerances.py, which a test compares.
@@ -57,9 +57,9 @@ TOLERANCES: dict[str, dict[str, tuple[float, float]]] = {
     },
 }
 
-# Kernels that read what all calls with options have in common are made once more for
-# them. As such they are proven by other cases, and have a verdict of their own; so has
-# a gradient's kernel for each operand that it is of, and for a bias that is summed
+# Metal kernels that read what all calls with options have in common are made once more
+# for them. As such they are proven by other cases, and have a verdict of their own; so
+# has a gradient's kernel for each operand that it is of, and for a bias that is summed
 # over queries and heads.
 _HAVE_OPTIONS = frozenset(
     f"attention_{name}"
@@ -82,7 +82,8 @@ class KernelCase:
 
     Attributes:
       dtype: Of query, key, value and bias.
-      row_head_dim: The head_dim of the rows of the variant table that it runs.
+      row_head_dim: The head_dim of the rows of the variant table that it runs; of the
+        CPU kernels, which have no such rows, about its head_dim.
       which: The pass, among attention_library.PASSES.
       is_short: Few queries: the kernels that split the keys. Of a gradient: of a bias
         that queries and heads share.
@@ -90,6 +91,7 @@ class KernelCase:
         length is a whole number of anything and a causal mask cuts through the tiles.
       has_options: With every option and optional operand at once; never aligned.
       of: The operand whose gradient it is; empty for other passes.
+      backend: Whose kernels it runs.
     """
 
     dtype: str
@@ -99,16 +101,14 @@ class KernelCase:
     is_aligned: bool = False
     has_options: bool = False
     of: str = ""
+    backend: Backend = "metal"
 
     @property
     def shape(self) -> CallShape:
-        if self.is_aligned:
-            # 96 is a whole number of every tile of the table.
-            q_len, kv_len = (8 if self.is_short else 96), (192 if self.is_short else 96)
-            head_dim = value_head_dim = self.row_head_dim
-        else:
-            # Short: more than one split of the keys. Otherwise two tiles of each.
-            q_len, kv_len = (5, 149) if self.is_short else (37, 43)
+        lengths = _ALIGNED_LENGTHS if self.is_aligned else _LENGTHS
+        q_len, kv_len = lengths[self.backend][self.is_short]
+        head_dim = value_head_dim = self.row_head_dim
+        if not self.is_aligned:
             head_dim = max(1, self.row_head_dim - 3)
             value_head_dim = max(1, self.row_head_dim - 9)
         return CallShape(self.dtype, q_len, kv_len, 4, 2, head_dim, value_head_dim)
@@ -118,8 +118,11 @@ class KernelCase:
         if self.is_aligned:
             return 0
         # Some keys are hidden from all queries. 1: of the keys that a tile of queries
-        # sees, the last is the first of a tile of keys.
-        return self.shape.kv_len - self.shape.q_len - 2 if self.is_short else 1
+        # sees, the last is the first of a tile of keys. With the CPU's lengths it would
+        # hide all of the second block of keys.
+        if self.backend == "metal" and not self.is_short:
+            return 1
+        return self.shape.kv_len - self.shape.q_len - 2
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
@@ -142,7 +145,7 @@ class KernelCase:
             )
             for name in names
         }
-        problem = make_problem(empty, **self.options)
+        problem = make_problem(empty, backend=self.backend, **self.options)
         if self.which == "gradient":
             attach_gradient(problem, self.of, self.options[self.of])
         else:
@@ -157,9 +160,14 @@ class KernelCase:
 
     def key(self, name: str) -> str:
         """What a verdict of this case on a kernel is kept under."""
+        of = f" of {'shared ' * self.is_short}{self.of}"
+        if self.backend == "cpu":  # one kernel for all of a pass
+            short = " for few queries" if self.is_short else ""
+            how = (" with options" if self.has_options else "") + short
+            return f"{name}{of if self.of else how}"
         kernel = kernel_of(name)
         if kernel == "attention_bias_gradient":
-            return f"{name} of {'shared ' * self.is_short}{self.of}"
+            return f"{name}{of}"
         has_both = kernel in _HAVE_OPTIONS
         return f"{name} with options" if self.has_options and has_both else name
 
@@ -179,11 +187,30 @@ def kernel_of_key(key: str) -> str:
     return key.partition(" ")[0]
 
 
+# Lengths of queries and keys of the cases; then of short ones, whose keys are split.
+_LENGTHS: dict[Backend, tuple[tuple[int, int], tuple[int, int]]] = {
+    # Two tiles of each.
+    "metal": ((37, 43), (5, 149)),
+    # Two blocks of each: they are of up to 192 queries (backward 96) and 256 keys.
+    "cpu": ((197, 269), (5, 2053)),
+}
+# Of aligned cases.
+_ALIGNED_LENGTHS: dict[Backend, tuple[tuple[int, int], tuple[int, int]]] = {
+    # 96 is a whole number of every tile of the table.
+    "metal": ((96, 96), (8, 192)),
+    "cpu": ((192, 256), (8, 2048)),
+}
+
+
 def cases_of(
-    dtype: str, row_head_dim: int, *, with_aligned: bool = False
+    dtype: str,
+    row_head_dim: int,
+    *,
+    with_aligned: bool = False,
+    backend: Backend = "metal",
 ) -> list[KernelCase]:
     """The cases that prove the kernels of a row; `with_aligned`: more of the same."""
-    make = functools.partial(KernelCase, dtype, row_head_dim)
+    make = functools.partial(KernelCase, dtype, row_head_dim, backend=backend)
     shortness = (False, True)
     return [
         *(
@@ -206,6 +233,12 @@ def cases_of(
     ]
 
 
+@functools.cache
+def cpu_cases(dtype: str) -> list[KernelCase]:
+    """The cases that prove the CPU kernels of a dtype."""
+    return cases_of(dtype, 32, backend="cpu")
+
+
 def shared_cases() -> list[KernelCase]:
     """Those that prove kernels for all dtypes and head_dims."""
     return cases_of(*_shared_row())
@@ -217,8 +250,11 @@ def _shared_row() -> tuple[str, int]:
 
 
 def kernel_of(name: str) -> str:
-    """The first column of the variant table, from the name of a kernel."""
-    return next(v.kernel for v in variants() if v.host_name == name)
+    """The first column of the variant table, from the name of a kernel.
+
+    The CPU kernels are not in the table: their own name.
+    """
+    return next((v.kernel for v in variants() if v.host_name == name), name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +333,7 @@ def _make_inputs(case: KernelCase) -> dict[str, Array]:
     rng = np.random.default_rng(shape.head_dim)
 
     def normal(*sizes: int) -> Array:
-        return rng.standard_normal((_BATCH_SIZE, *sizes)).astype(dtype)
+        return rng.standard_normal((_BATCH_SIZE, *sizes), np.float32).astype(dtype)
 
     inputs = {
         "query": normal(shape.q_len, shape.num_heads, shape.head_dim),
@@ -356,25 +392,34 @@ def _all_options(case: KernelCase) -> dict[str, Any]:
 
 def _measure(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
     """Each result of the pass against its definition."""
-    inputs, options = _make_inputs(case), case.options
+    operands, expected = _make_example(case)
+    options = case.options
     if case.which == "forward":
-        operands = [inputs[name] for name in FORWARD_OPERANDS]
         actual = dict(zip(FORWARD_RESULTS, library.run_forward(*operands, **options)))
-        expected = dict(zip(FORWARD_RESULTS, attention(*operands, **options)))
+    elif case.which == "backward":
+        actual = dict(zip(BACKWARD_RESULTS, library.run_backward(*operands, **options)))
     else:
-        operands = [inputs[name] for name in BACKWARD_OPERANDS]
-        expected = attention_gradients(*operands, **options)
-        if case.which == "backward":
-            results = library.run_backward(*operands, **options)
-            actual = dict(zip(BACKWARD_RESULTS, results))
-        else:
-            gradient = library.run_gradient(case.of, *operands, **options)
-            actual = {f"d{case.of}": gradient}
+        gradient = library.run_gradient(case.of, *operands, **options)
+        actual = {f"d{case.of}": gradient}
     tolerances = TOLERANCES[case.dtype]
     return {
         name: _verdict(name, tolerances[_KINDS[name]], result, expected[name])
         for name, result in actual.items()
     }
+
+
+# The last one is kept, for `doctor` runs a case with several instruction sets.
+@functools.lru_cache(maxsize=1)
+def _make_example(case: KernelCase) -> tuple[list[Array], dict[str, Array]]:
+    """The operands of a case, and the results that are right, by name."""
+    inputs = _make_inputs(case)
+    if case.which == "forward":
+        operands = [inputs[name] for name in FORWARD_OPERANDS]
+        return operands, dict(
+            zip(FORWARD_RESULTS, attention(*operands, **case.options))
+        )
+    operands = [inputs[name] for name in BACKWARD_OPERANDS]
+    return operands, attention_gradients(*operands, **case.options)
 
 
 _KINDS = {
@@ -437,8 +482,8 @@ def attention(
     """out and logsumexp of [batch, rows, heads, width] operands."""
     scores = _scores(query, key, **options)
     value = _per_query_head(value, query)
-    out = np.einsum("bnts,bsnh->btnh", scores.probs * scores.keep, value)
-    return out, scores.logsumexp
+    out = _product(scores.probs * scores.keep, _by_head(value))
+    return _by_head(out), scores.logsumexp
 
 
 def attention_gradients(
@@ -457,10 +502,12 @@ def attention_gradients(
     num_groups = query.shape[2] // key.shape[2]
     all_keys, all_values = _per_query_head(key, query), _per_query_head(value, query)
     delta = np.einsum("btnh,btnh->bnt", dout, out.astype(np.float64)) - dlogsumexp
-    dprobs = scores.keep * np.einsum("btnh,bsnh->bnts", dout, all_values)
+    dprobs = _product(_by_head(dout), _by_head(all_values).swapaxes(2, 3))
+    dprobs *= scores.keep
     dscores = scores.probs * (dprobs - delta[..., None]) * scores.slope
 
     def sum_groups(x: Array) -> Array:
+        x = _by_head(x)
         batch, rows, heads, width = x.shape
         groups = (batch, rows, heads // num_groups, num_groups, width)
         total: Array = x.reshape(groups).sum(3)
@@ -468,12 +515,12 @@ def attention_gradients(
 
     scale = options["scale"]
     gradients = {
-        "dquery": scale * np.einsum("bnts,bsnh->btnh", dscores, all_keys),
+        "dquery": scale * _by_head(_product(dscores, _by_head(all_keys))),
         "dkey": sum_groups(
-            scale * np.einsum("bnts,btnh->bsnh", dscores, query.astype(np.float64))
+            scale * _product(dscores.swapaxes(2, 3), _by_head(query.astype(np.float64)))
         ),
         "dvalue": sum_groups(
-            np.einsum("bnts,btnh->bsnh", scores.probs * scores.keep, dout)
+            _product((scores.probs * scores.keep).swapaxes(2, 3), _by_head(dout))
         ),
     }
     if options.get("bias") is not None:
@@ -512,7 +559,9 @@ def _scores(
     **dropout: Array,
 ) -> _Scores:
     all_keys = _per_query_head(key, query)
-    x = scale * np.einsum("btnh,bsnh->bnts", query.astype(np.float64), all_keys)
+    x = scale * _product(
+        _by_head(query.astype(np.float64)), _by_head(all_keys).swapaxes(2, 3)
+    )
     rows, columns = np.arange(x.shape[2])[:, None], np.arange(x.shape[3])
 
     def per_batch(numbers: Any) -> Array:
@@ -608,6 +657,29 @@ def _sum_to(operand: Array, gradient: Array) -> Array:
     axes = tuple(i for i, (size, full) in pairs if size != full)
     total: Array = gradient.sum(axes, keepdims=True)
     return total
+
+
+def _by_head(x: Array) -> Array:
+    """[batch, rows, heads, width] as [batch, heads, rows, width], or back."""
+    swapped: Array = x.swapaxes(1, 2)
+    return swapped
+
+
+_MAX_PRODUCTS = 1 << 18
+
+
+def _product(x: Array, y: Array) -> Array:
+    """Of matrices: much faster than np.einsum.
+
+    In slices so small that OpenBLAS stays on this thread: on a busy machine it waits
+    for the others much longer than they save.
+    """
+    rows, columns = x.shape[-2], y.shape[-1]
+    step = max(1, _MAX_PRODUCTS // max(1, x.shape[-1] * columns))
+    # Some BLAS set floating-point flags for nothing.
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        slices = [x[..., i : i + step, :] @ y for i in range(0, rows, step)]
+    return np.concatenate(slices, axis=-2)
 
 
 def _per_query_head(x: Array, query: Array) -> Array:

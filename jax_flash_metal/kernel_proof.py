@@ -8,6 +8,9 @@ Uses no JAX: it runs inside JAX's lowering. Where an earlier proof did not come 
 end, the kernel may have crashed that process, so it is proven in one of its own:
 
     python -m jax_flash_metal.kernel_proof CASE LIBRARY
+
+The CPU kernels are proven in the same way: they may be wrong on a processor that nobody
+has tried.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from jax_flash_metal.attention_library import (
     CallShape,
     shape_problem,
 )
+from jax_flash_metal.config import Backend
 from jax_flash_metal.kernel_cases import KernelCase, Verdict
 from jax_flash_metal.variant_table import row_head_dim
 
@@ -48,15 +52,22 @@ WHAT_TO_DO = (
 
 
 class KernelWarning(UserWarning):
-    """Kernels are not used because they failed their proof, or there is no device."""
+    """A call takes the reference because the kernels cannot be used.
+
+    They failed their proof, there is no device or no native library, or JAX's older
+    partitioner would end the process.
+    """
 
 
-def objection(shape: CallShape, which: str, has_features: bool) -> str | None:
+def objection(
+    backend: Backend, shape: CallShape, which: str, has_features: bool
+) -> str | None:
     """Why a pass of a call must not take the kernels, as a clause; None: it may.
 
     The first question about a kernel runs its proof.
 
     Args:
+      backend: Which kernels.
       shape: Of the call.
       which: The pass, among attention_library.PASSES.
       has_features: Whether the call has any optional operand, a window, a softcap or
@@ -65,26 +76,35 @@ def objection(shape: CallShape, which: str, has_features: bool) -> str | None:
     Raises:
       platforms.LibraryError: There is no library.
     """
-    return _proofs().objection(shape, which, has_features)
+    return _proofs(backend).objection(shape, which, has_features)
 
 
-def warn(reason: str) -> None:
+def family(backend: Backend) -> str:
+    """What the device is one of: of the CPU kernels, the instruction set they use.
+
+    Raises:
+      platforms.LibraryError: There is no library.
+    """
+    return _proofs(backend).family
+
+
+def warn(reason: str, advice: str = WHAT_TO_DO) -> None:
     """Warns of an objection, of each once per process."""
     with _warned_lock:
         if reason in _warned:
             return
         _warned.add(reason)
     warnings.warn(
-        f"jax_flash_metal: {reason}. Calls that need it take the reference, which is "
-        f"right, but slower and with memory for q_len * kv_len scores. {WHAT_TO_DO}",
+        f"jax_flash_metal: {reason}. Such calls take the reference, which is "
+        f"right, but slower and with memory for q_len * kv_len scores. {advice}",
         KernelWarning,
         stacklevel=2,
     )
 
 
-def replace(verdicts: Mapping[str, Verdict]) -> None:
+def replace(backend: Backend, verdicts: Mapping[str, Verdict]) -> None:
     """Takes new verdicts in place of what is known of these kernels, for `doctor`."""
-    _proofs().add(verdicts)
+    _proofs(backend).add(verdicts)
 
 
 _warned: set[str] = set()
@@ -94,21 +114,22 @@ _warned_lock = threading.Lock()
 _proofs_lock = threading.Lock()
 
 
-def _proofs() -> _Proofs:
+def _proofs(backend: Backend) -> _Proofs:
     with _proofs_lock:  # programs are lowered on several threads
-        return _only_proofs()
+        return _only_proofs(backend)
 
 
 @functools.cache
-def _only_proofs() -> _Proofs:
-    return _Proofs(AttentionLibrary(platforms.load_library()))
+def _only_proofs(backend: Backend) -> _Proofs:
+    library = AttentionLibrary(platforms.load_library(), backend=backend)
+    return _Proofs(library, backend)
 
 
 class _Proofs:
-    """The verdicts on the kernels of one library, on its device."""
+    """The verdicts on one backend's kernels of a library, on its device."""
 
-    def __init__(self, library: AttentionLibrary) -> None:
-        self._library = library
+    def __init__(self, library: AttentionLibrary, backend: Backend = "metal") -> None:
+        self._library, self._backend = library, backend
         self._lock = threading.RLock()
         self._verdicts: dict[str, Verdict] = {}
         self._path: Path | None = None
@@ -124,6 +145,10 @@ class _Proofs:
             self._path = folder / "proofs" / f"{digest[:32]}.json"
         self._identity = identity
         self._verdicts = self._read()
+
+    @property
+    def family(self) -> str:
+        return "" if self._no_device else str(self._identity["family"])
 
     def objection(
         self, shape: CallShape, which: str, has_features: bool = False
@@ -157,13 +182,23 @@ class _Proofs:
         """What must be proven for the pass, in the order of its launches."""
         # Where the kernels take no such call, its error comes from here.
         pass_of_shape = "backward" if which == "gradient" else which
-        names = self._library.kernels(shape_problem(shape), pass_of_shape)
+        problem = shape_problem(shape, backend=self._backend)
+        names = self._library.kernels(problem, pass_of_shape)
+        if self._backend == "cpu":
+            if which == "gradient":
+                names = self._cases(shape)[-1].kernels(self._library)
+            return [
+                case.key(name)
+                for case in self._cases(shape)
+                if case.which == which and (has_features or not case.has_options)
+                for name in names
+            ]
         keys = [] if which == "gradient" else names
         if has_features:
             kernels = {kernel_cases.kernel_of(name) for name in names}
             keys = keys + [
                 case.key(name)
-                for case in _cases(shape)
+                for case in self._cases(shape)
                 if case.which == which and case.has_options
                 for name in case.kernels(self._library)
                 if which == "gradient"
@@ -171,8 +206,17 @@ class _Proofs:
             ]
         return list(dict.fromkeys(keys))
 
+    def _cases(self, shape: CallShape) -> list[KernelCase]:
+        if self._backend == "cpu":
+            return kernel_cases.cpu_cases(shape.dtype)
+        head_dim = max(shape.head_dim, shape.value_head_dim)
+        row = row_head_dim(shape.dtype, head_dim)
+        return kernel_cases.cases_of(shape.dtype, row)
+
     def _prove(self, key: str, shape: CallShape) -> None:
-        cases = [*_cases(shape), *kernel_cases.shared_cases()]
+        cases = self._cases(shape)
+        if self._backend == "metal":
+            cases = [*cases, *kernel_cases.shared_cases()]
         case = next(
             case
             for case in cases
@@ -263,12 +307,6 @@ class _Proofs:
             _logger.info("the proofs are not kept: %s", error)
 
 
-def _cases(shape: CallShape) -> list[KernelCase]:
-    head_dim = max(shape.head_dim, shape.value_head_dim)
-    row = row_head_dim(shape.dtype, head_dim)
-    return kernel_cases.cases_of(shape.dtype, row)
-
-
 def _clause(text: str) -> str:
     """Without the full stop that an error may end with."""
     return text.rstrip(".")
@@ -343,9 +381,10 @@ _SEPARATOR = "\0"  # of what others may print, and the verdicts
 
 
 def main() -> None:
-    case, path = sys.argv[1:]
-    library = AttentionLibrary(platforms.load_library(Path(path)))
-    found = kernel_cases.check(library, KernelCase(**json.loads(case)))
+    fields, path = sys.argv[1:]
+    case = KernelCase(**json.loads(fields))
+    library = AttentionLibrary(platforms.load_library(Path(path)), backend=case.backend)
+    found = kernel_cases.check(library, case)
     verdicts = {name: dataclasses.asdict(verdict) for name, verdict in found.items()}
     print(_SEPARATOR, json.dumps(verdicts), sep="")
 

@@ -1,16 +1,15 @@
 """Code for the primitives: a custom call to the kernels, or the reference.
 
 The one table of platforms that have our custom calls is here, and the names and
-attributes that the handlers (plugin/ffi) decode: version 2 of the wire format.
+attributes that the handlers (plugin/ffi) decode: version 3 of the wire format.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,17 +25,19 @@ from jax_flash_metal._jax_compat import (
     refuse_in_forked_process,
 )
 from jax_flash_metal.config import (
+    BACKENDS,
     DIFFERENTIABLE_OPTIONS,
     OPTIONAL_OPERANDS,
     AttentionConfig,
     AttentionOperands,
+    Backend,
     operand_names,
 )
 
-FORWARD_TARGET = "jax_flash_metal_forward_v2"
-BACKWARD_TARGET = "jax_flash_metal_backward_v2"
-GRADIENT_TARGET = "jax_flash_metal_gradient_v2"
-WIRE_VERSION = 2
+FORWARD_TARGET = "jax_flash_metal_forward_v3"
+BACKWARD_TARGET = "jax_flash_metal_backward_v3"
+GRADIENT_TARGET = "jax_flash_metal_gradient_v3"
+WIRE_VERSION = 3
 TARGETS = {
     "forward": FORWARD_TARGET,
     "backward": BACKWARD_TARGET,
@@ -44,44 +45,32 @@ TARGETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelPlatform:
-    """A JAX platform whose runtime has our custom calls.
+_METAL_DEVICE = (
+    "Apple's GPU" if sys.platform == "darwin" else "the software Metal device"
+)
 
-    Attributes:
-      device: What runs the kernels there, for messages.
-      by_default: Whether a call that names no implementation takes the kernels.
-      unless_asked: Why it does not, as a clause.
-    """
-
-    device: str
-    by_default: bool
-    unless_asked: str = ""
-
-
-if sys.platform == "darwin":
-    _DEVICE = "Apple's GPU"
-    _UNLESS_ASKED = "which platform 'flash_metal' takes by default"
-else:
-    _DEVICE = "the software Metal device"
-    _UNLESS_ASKED = "which is for development"
-
-# Another platform with our handlers is another row.
-KERNEL_PLATFORMS: dict[str, KernelPlatform] = {
-    "cpu": KernelPlatform(_DEVICE, by_default=False, unless_asked=_UNLESS_ASKED),
+# The JAX platforms whose runtimes have our custom calls: which kernels each has, first
+# those that a call takes which names no implementation, and what runs them, for
+# messages. Another platform with our handlers is another row.
+KERNEL_PLATFORMS: dict[str, Mapping[Backend, str]] = {
+    "cpu": {"cpu": "this machine's cores", "metal": _METAL_DEVICE},
     # Ours, see pjrt.py: the user asked for it by name.
-    "flash_metal": KernelPlatform(
-        f"{_DEVICE}, everything around them on the host plugin", by_default=True
-    ),
+    "flash_metal": {
+        "metal": f"{_METAL_DEVICE}, everything around them on the host plugin"
+    },
 }
 
 
 def attributes(
-    config: AttentionConfig, names: tuple[str, ...], of: str | None = None
+    backend: Backend,
+    config: AttentionConfig,
+    names: tuple[str, ...],
+    of: str | None = None,
 ) -> dict[str, Any]:
     """The custom call's attributes: exactly these names and types.
 
     Args:
+      backend: Which kernels it takes.
       config: Of the call.
       names: Of the optional operands that the call has.
       of: The operand whose gradient it computes; None for the other passes.
@@ -89,6 +78,7 @@ def attributes(
     left, right = config.sliding_window or (None, None)
     result = {
         "version": np.int64(WIRE_VERSION),
+        "backend": np.int64(BACKENDS.index(backend)),
         "operands": np.int64(sum(1 << OPTIONAL_OPERANDS.index(n) for n in names)),
         "scale": np.float32(config.scale),
         "is_causal": config.is_causal,
@@ -106,22 +96,30 @@ def attributes(
 _NO_LIMIT = -1
 
 
-def takes_kernels(config: AttentionConfig, platform: str) -> bool:
-    """Whether the program for `platform` calls the kernels or the reference.
+def takes_kernels(config: AttentionConfig, *platforms: str) -> Backend | None:
+    """Which kernels the program for a platform calls; None: it takes the reference.
+
+    So does one piece of program that is for several platforms: it cannot have the
+    kernels of each.
 
     Raises:
-      NotImplementedError: The kernels are demanded where there are none.
+      NotImplementedError: Kernels are demanded where there are none of them.
     """
-    row = KERNEL_PLATFORMS.get(platform)
-    if config.implementation == "metal" and row is None:
+    is_one = len(platforms) == 1
+    kernels = KERNEL_PLATFORMS.get(platforms[0], {}) if is_one else {}
+    wanted = config.implementation
+    if wanted is None:
+        return next(iter(kernels), None)
+    if wanted == "xla":
+        return None
+    if wanted not in kernels:
+        places = [repr(name) for name, row in KERNEL_PLATFORMS.items() if wanted in row]
         raise NotImplementedError(
-            "implementation='metal' needs one of the platforms "
-            f"{sorted(KERNEL_PLATFORMS)}, but this program is compiled for "
-            f"{platform!r}; implementation=None or 'xla' runs everywhere."
+            f"implementation={wanted!r} needs platform {' or '.join(places)}, but this "
+            f"program is compiled for {'/'.join(platforms)!r}; implementation=None or "
+            "'xla' runs everywhere."
         )
-    if config.implementation is None:
-        return row is not None and row.by_default
-    return config.implementation == "metal"
+    return wanted
 
 
 def register(**primitives: Any) -> None:
@@ -147,18 +145,16 @@ def _lower(
     **gradient: Any,
 ) -> Any:
     """`platform` None: whatever the program is lowered for."""
-    if platform is None:
-        platform = "/".join(lowering_platforms(ctx))
-    if takes_kernels(config, platform) and _are_proven(
-        which, ctx.avals_in, config, names
-    ):
+    platforms = lowering_platforms(ctx) if platform is None else (platform,)
+    backend = takes_kernels(config, *platforms)
+    if backend is not None and not _falls_back(backend, which, ctx, config, names):
         # Here and not at import: `import jax_flash_metal` must stay light.
         from jax_flash_metal.platforms import ensure_registered
 
         ensure_registered()
-        refuse_in_forked_process()
-        note_kernel_program()
-        _refuse_what_gspmd_cannot(ctx)
+        if backend == "metal":  # the others wait for no thread
+            refuse_in_forked_process()
+            note_kernel_program()
         of = gradient.get("of")
         if num_partitions(ctx) > 1:
             # The same primitive again, for the part of one device.
@@ -173,7 +169,7 @@ def _lower(
                 result_names(which, of),
             )
         rule = ffi.ffi_lowering(TARGETS[which])
-        return rule(ctx, *operands, **attributes(config, names, of))
+        return rule(ctx, *operands, **attributes(backend, config, names, of))
     lower = mlir.lower_fun(_REFERENCE[which], multiple_results=True)
     return lower(ctx, *operands, config=config, names=names, **gradient)
 
@@ -234,48 +230,71 @@ def _unpack(
     return AttentionOperands(**named), arrays[end:]
 
 
-def _are_proven(
+class _Objection(NamedTuple):
+    """Why a call must not take the kernels, as a clause, and what the user can do."""
+
+    reason: str
+    advice: str
+
+
+def _falls_back(
+    backend: Backend,
     which: str,
-    avals: Sequence[Any],
+    ctx: Any,
     config: AttentionConfig,
     names: tuple[str, ...],
 ) -> bool:
-    """Whether the kernels of the call compute the right numbers on this machine.
+    """Whether the call takes the reference, for the kernels cannot serve it here.
 
-    Warns if not.
+    Warns if so.
 
     Raises:
-      NotImplementedError: They do not, and are demanded.
+      NotImplementedError: The kernels are demanded.
+      platforms.LibraryError: They are, and there is no library.
     """
     from jax_flash_metal import kernel_proof
-    from jax_flash_metal.attention_library import CallShape
 
-    shape = CallShape.of(*avals[:3])
-    reason = kernel_proof.objection(shape, which, has_features(config, names))
-    if reason is None:
-        return True
-    if config.implementation == "metal":
+    objection = _objection(backend, which, ctx, config, names)
+    if objection is None:
+        return False
+    if config.implementation is not None:
         raise NotImplementedError(
-            f"implementation='metal' cannot run this call: {reason}. "
-            f"{kernel_proof.WHAT_TO_DO} implementation=None or 'xla' runs everywhere."
-        )
-    kernel_proof.warn(reason)
-    return False
-
-
-def _refuse_what_gspmd_cannot(ctx: Any) -> None:
-    """Platforms with several devices take the kernels only where they are demanded.
-
-    Raises:
-      NotImplementedError: JAX's partitioner would end the process.
-    """
-    if is_lost_to_gspmd(ctx):
-        raise NotImplementedError(
-            "implementation='metal' cannot run this call: inside a shard_map over some "
-            "of the mesh's axes it needs JAX's partitioner Shardy. Map over all axes "
-            "or set jax_use_shardy_partitioner; implementation=None or 'xla' runs "
+            f"implementation={config.implementation!r} cannot run this call: "
+            f"{objection.reason}. {objection.advice} implementation=None or 'xla' runs "
             "everywhere."
         )
+    kernel_proof.warn(*objection)
+    return True
+
+
+def _objection(
+    backend: Backend,
+    which: str,
+    ctx: Any,
+    config: AttentionConfig,
+    names: tuple[str, ...],
+) -> _Objection | None:
+    from jax_flash_metal import kernel_proof, platforms
+    from jax_flash_metal.attention_library import CallShape
+
+    shape = CallShape.of(*ctx.avals_in[:3])
+    try:
+        reason = kernel_proof.objection(
+            backend, shape, which, has_features(config, names)
+        )
+    except platforms.LibraryError as error:
+        if config.implementation is not None:
+            raise
+        return _Objection(error.clause, kernel_proof.WHAT_TO_DO)
+    if reason is not None:
+        return _Objection(reason, kernel_proof.WHAT_TO_DO)
+    if is_lost_to_gspmd(ctx):  # it would end the process
+        return _Objection(
+            "inside a shard_map over some of the mesh's axes the kernels need JAX's "
+            "partitioner Shardy",
+            "Map over all axes or set jax_use_shardy_partitioner.",
+        )
+    return None
 
 
 def has_features(config: AttentionConfig, names: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ from jax_flash_metal.lowering import (
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LIBRARY = Path(__file__).parent / "_native" / f"libjax_flash_metal{_SUFFIX}"
 # JFM_ABI_VERSION of plugin/c_api/c_api.h.
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 # Where compiled kernels and their proofs are kept between processes.
@@ -33,6 +33,11 @@ CACHE_SETTING = "JAX_FLASH_METAL_CACHE"
 
 class LibraryError(RuntimeError):
     """The native library is missing, cannot be loaded, or is of another release."""
+
+    @property
+    def clause(self) -> str:
+        """The message, without the full stop that it may end with."""
+        return str(self).rstrip(".")
 
 
 def load_library(path: Path | None = None) -> ctypes.CDLL:
@@ -47,9 +52,9 @@ def load_library(path: Path | None = None) -> ctypes.CDLL:
     path = path or LIBRARY
     if not path.is_file():
         raise LibraryError(
-            f"the native library {path} is missing: this installation has no Metal "
-            "kernels. In a source tree run `make build`, otherwise reinstall "
-            "jax-flash-metal; implementation='xla' needs no library."
+            f"the native library {path} is missing: this installation has no kernels. "
+            "In a source tree run `make build`, otherwise reinstall jax-flash-metal; "
+            "implementation='xla' needs no library."
         )
     try:
         library = ctypes.CDLL(str(path))

@@ -13,8 +13,10 @@ from jax_flash_metal.config import (
     OPTIONAL_OPERANDS,
     AttentionConfig,
     AttentionOperands,
+    Backend,
+    Implementation,
 )
-from jax_flash_metal.lowering import KERNEL_PLATFORMS, has_features
+from jax_flash_metal.lowering import KERNEL_PLATFORMS, has_features, takes_kernels
 from jax_flash_metal.variant_table import max_head_dims
 
 
@@ -23,9 +25,10 @@ class Explanation:
     """Which implementation a call takes, and why.
 
     Attributes:
-      implementation: "metal" (the kernels), "xla" (the reference), "flax" (Flax's own
-        function, only from `jax_flash_metal.flax.explain`) or "unsupported" (the call
-        demands kernels that do not exist; it raises NotImplementedError).
+      implementation: "metal" or "cpu" (those kernels), "xla" (the reference), "flax"
+        (Flax's own function, only from `jax_flash_metal.flax.explain`) or "unsupported"
+        (the call demands kernels that do not exist or must not be used; it raises
+        NotImplementedError, or platforms.LibraryError without the native library).
       reason: A sentence.
     """
 
@@ -51,48 +54,52 @@ def unfused_reason(operands: AttentionOperands) -> str | None:
     return None
 
 
-def demand_kernels(reason: str) -> NotImplementedError:
+def demand_kernels(reason: str, implementation: Implementation) -> NotImplementedError:
     """The error of a call that forces kernels which do not exist."""
     limits = max_head_dims()
     kernels = ", ".join(f"{d} up to head_dim {n}" for d, n in sorted(limits.items()))
     return NotImplementedError(
-        f"implementation='metal' cannot run this call: {reason}. The kernels take "
-        f"{kernels}; implementation=None or 'xla' runs everything else."
+        f"implementation={implementation!r} cannot run this call: {reason}. The "
+        f"kernels take {kernels}; implementation=None or 'xla' runs everything else."
     )
 
 
 def explain(
     operands: AttentionOperands, config: AttentionConfig, platform: str
 ) -> Explanation:
-    """What a call takes on `platform`."""
+    """What a call takes on `platform`; see api.explain for what it cannot know."""
     if config.implementation == "xla":
         return Explanation("xla", "implementation='xla' asks for the reference.")
+    forced = config.implementation is not None
+    otherwise = "unsupported" if forced else "xla"
     reason = unfused_reason(operands)
-    forced = config.implementation == "metal"
     if reason is not None:
-        return Explanation("unsupported" if forced else "xla", f"{reason}.")
-    row = KERNEL_PLATFORMS.get(platform)
-    if row is None:
-        reason = f"platform {platform!r} has no Metal kernels."
-        return Explanation("unsupported" if forced else "xla", reason)
-    if not forced and not row.by_default:
-        return Explanation(
-            "xla",
-            f"on platform {platform!r} the kernels run on {row.device}, "
-            f"{row.unless_asked}; implementation='metal' takes it.",
-        )
-    forward, backward = _objections(operands, config)
+        return Explanation(otherwise, f"{reason}.")
+    try:
+        backend = takes_kernels(config, platform)
+    except NotImplementedError:
+        backend = None
+    if backend is None:
+        names = {"metal": "Metal kernels", "cpu": "native CPU kernels"}
+        missing = names.get(config.implementation or "", "kernels of ours")
+        return Explanation(otherwise, f"platform {platform!r} has no {missing}.")
+    forward, backward = _objections(backend, operands, config)
     if forward is not None:
-        return Explanation("unsupported" if forced else "xla", f"{forward}.")
-    reason = f"the kernels run on {row.device}."
+        return Explanation(otherwise, f"{forward}.")
+    who = "the kernels"
+    if backend == "cpu":
+        from jax_flash_metal import kernel_proof
+
+        who = f"the native CPU kernels ({kernel_proof.family(backend)})"
+    reason = f"{who} run on {KERNEL_PLATFORMS[platform][backend]}."
     if backward is not None:
         fate = "is unsupported" if forced else "takes the reference"
         reason += f" The gradient {fate}: {backward}."
-    return Explanation("metal", reason)
+    return Explanation(backend, reason)
 
 
 def _objections(
-    operands: AttentionOperands, config: AttentionConfig
+    backend: Backend, operands: AttentionOperands, config: AttentionConfig
 ) -> tuple[str | None, str | None]:
     """Why the kernels of forward and derivative must not be used on this machine."""
     # Here and not at import: they load the native library.
@@ -106,8 +113,8 @@ def _objections(
     if any(name in names for name in DIFFERENTIABLE_OPTIONS):
         passes.append("gradient")
     try:
-        forward = kernel_proof.objection(shape, "forward", features)
-        backward = (kernel_proof.objection(shape, p, features) for p in passes)
+        forward = kernel_proof.objection(backend, shape, "forward", features)
+        backward = (kernel_proof.objection(backend, shape, p, features) for p in passes)
         return forward, next(filter(None, backward), None)
     except platforms.LibraryError as error:
-        return str(error).rstrip("."), None
+        return error.clause, None

@@ -74,7 +74,11 @@ TARGETS = {
     "linux-x86_64": Target(
         "x86_64-linux-gnu.2.17",
         "manylinux_2_17_x86_64",
-        {"_avx2": ("-mavx2", "-mfma", "-mf16c"), "_avx512": ("-mcpu=x86_64_v4",)},
+        {
+            "_avx2": ("-mavx2", "-mfma", "-mf16c"),
+            "_avx512": ("-mcpu=x86_64_v4",),
+            "_avx512bf16": ("-mcpu=x86_64_v4+avx512bf16",),
+        },
     ),
     "linux-aarch64": Target("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64"),
     "macos-arm64": Target(
@@ -270,6 +274,17 @@ def generated_headers(cache: Cache, kernel_dir: Path = KERNEL_DIR) -> Path:
     return paths[0].parent
 
 
+def _definitions(request: Request, source: Path) -> list[str]:
+    """What a file may ask for besides its target."""
+    if source.is_relative_to(ROOT / "plugin" / "cpu"):
+        return []  # nothing: the slowest files to compile are the same in every library
+    return [
+        f'-DJFM_VERSION="{version()}"',
+        *(["-DJFM_DEVICE_APPLE"] if request.target.device == "apple" else []),
+        *(["-DJFM_CHECKER", "-g"] if request.flavour == "checker" else []),
+    ]
+
+
 def compile_cpp(request: Request, source: Path, generated: Path) -> Path:
     """One C++ file to an object. `generated`: the folder of generated_headers()."""
     include_dirs = [ROOT, generated]
@@ -279,9 +294,7 @@ def compile_cpp(request: Request, source: Path, generated: Path) -> Path:
         *CXX_FLAGS,
         *request.target.cxx_flags,
         *request.target.isa_flags.get(suffix or "", ()),
-        f'-DJFM_VERSION="{version()}"',
-        *(["-DJFM_DEVICE_APPLE"] if request.target.device == "apple" else []),
-        *(["-DJFM_CHECKER", "-g"] if request.flavour == "checker" else []),
+        *_definitions(request, source),
     ]
     key = digest(zig_version(), flags, content_of(included_files(source, include_dirs)))
 

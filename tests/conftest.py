@@ -47,6 +47,15 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture
+def implementation(request):
+    """Of tests that are parametrised by tests/support/implementations.py's names."""
+    from tests.support import implementations
+
+    with implementations.chosen(request.param) as value:
+        yield value
+
+
+@pytest.fixture
 def x64():
     """The test runs with 64-bit types."""
     import jax

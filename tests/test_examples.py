@@ -38,16 +38,14 @@ def python_blocks() -> list[tuple[int, str]]:
 def test_quickstart() -> None:
     assert len((ROOT / "examples/quickstart.py").read_text().splitlines()) <= 15
     output = run_example("quickstart.py")
-    assert output.startswith("metal: ")
+    assert output.startswith("cpu: ")
     assert "out (2, 200, 8, 64)" in output
 
 
-@pytest.mark.parametrize("implementation", ["metal", "xla"])
-def test_ring_attention(implementation: str) -> None:
+@pytest.mark.parametrize("choice", [[], ["--implementation", "metal"]], ids=str)
+def test_ring_attention(choice: list[str]) -> None:
     sizes = "--devices 3 --length 120 --batch 1 --head-dim 16"
-    output = run_example(
-        "ring_attention.py", *sizes.split(), "--implementation", implementation
-    )
+    output = run_example("ring_attention.py", *sizes.split(), *choice)
     assert "3 devices with 40 of 120 queries and keys each" in output
     for name in ("out", "dquery", "dkey", "dvalue"):
         assert f"{name}: largest difference from one device" in output
@@ -61,19 +59,25 @@ def test_decode_with_kv_cache() -> None:
     assert "tokens per second" in output
 
 
-@pytest.mark.parametrize("platforms", ["cpu", "flash_metal,cpu"])
-def test_training_learns_and_agrees_with_the_reference(platforms: str) -> None:
+@pytest.mark.parametrize(
+    ("platforms", "taken"), [("cpu", "cpu"), ("flash_metal,cpu", "metal")]
+)
+def test_training_learns_and_agrees_with_the_reference(
+    platforms: str, taken: str
+) -> None:
     sizes = "--batch 4 --length 40 --width 24 --heads 3 --layers 1 --sample 5"
     steps = "--steps 20 --learning-rate 1e-2 --margin -9"
     output = run_example(
         "train_gpt.py", *sizes.split(), *steps.split(), platforms=platforms
     )
-    losses = re.findall(r"^metal: step +\d+, ([\d.]+) bits/byte", output, re.M)
+    assert f"attention: {taken}: " in output
+    losses = re.findall(rf"^{taken}: step +\d+, ([\d.]+) bits/byte", output, re.M)
     assert float(losses[-1]) < float(losses[0]) - 1
     difference = re.search(r"largest difference from .* ([\d.e-]+) \(allowed", output)
     assert difference is not None
     # Two implementations, not one twice.
     assert 0 < float(difference[1]) <= 1e-3
+    assert re.search(rf"^median step: {taken} [\d.]+ ms, xla [\d.]+ ms, ", output, re.M)
     assert "held out: " in output
     assert "    def " in output
 
@@ -87,10 +91,11 @@ def test_training_fails_when_it_does_not_learn() -> None:
 def test_memory_comparison() -> None:
     output = run_example("compare_memory.py", "--lengths", "3072")
     table = dict(re.findall(r"^ +3072 +(\w+) +\d+ +(\d+) +[\d.]+$", output, re.M))
-    metal, xla = int(table["metal"]), int(table["xla"])
+    cpu, xla = int(table["cpu"]), int(table["xla"])
     # One array of scores is 36 MB; the reference's step holds several, ours none.
     assert xla > 100
-    assert metal < xla / 3
+    assert cpu < xla / 3
+    assert "\ncpu: the native CPU kernels (" in output
 
 
 @pytest.mark.parametrize(

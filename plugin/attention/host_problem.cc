@@ -1,4 +1,4 @@
-// The checks of strides and memory that both callers share, then wrap and run.
+// The checks of strides and memory that both callers and both backends share, then the run.
 #include "plugin/attention/host_problem.h"
 
 #include <limits>
@@ -83,21 +83,28 @@ Status CheckTensor(const TensorSpec& spec, const AttentionProblem& problem,
 
 }  // namespace
 
-Status RunOnHost(Device& device, const Pass& pass, HostProblem host) {
+Status CheckHostProblem(const Pass& pass, const HostProblem& host) {
   if (Status status = CheckProblem(pass, host.problem); !status.ok()) return status;
+  for (size_t i : pass.Tensors(host.problem)) {
+    const Status status = CheckTensor(SpecOfTensor(i, host.problem), host.problem, host.memory[i],
+                                      pass.IsResult(i));
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+Status RunOnDevice(Device& device, const Pass& pass, HostProblem host) {
+  if (Status status = CheckHostProblem(pass, host); !status.ok()) return status;
   std::vector<std::unique_ptr<Buffer>> buffers;
   for (size_t i : pass.Tensors(host.problem)) {
     const TensorSpec spec = SpecOfTensor(i, host.problem);
     const HostMemory& memory = host.memory[i];
-    const bool is_result = pass.IsResult(i);
-    Status status = CheckTensor(spec, host.problem, memory, is_result);
-    if (!status.ok()) return status;
     const size_t size_bytes = static_cast<size_t>(memory.size_bytes);
     Result<std::unique_ptr<Buffer>> buffer =
         memory.is_native && size_bytes > 0
             ? device.WrapNative(memory.data, size_bytes)
             : device.WrapHostMemory(memory.data, size_bytes,
-                                    is_result ? Access::kResult : Access::kOperand);
+                                    pass.IsResult(i) ? Access::kResult : Access::kOperand);
     if (!buffer.ok()) {
       return {buffer.status().code(), std::string(spec.name) + ": " + buffer.status().message()};
     }

@@ -1,5 +1,5 @@
 // An attention problem whose tensors are the caller's: what both callers, the FFI handlers
-// and the C ABI, fill in. Checks it, wraps the memory and runs it on a device.
+// and the C ABI, fill in. Checks it, for any backend; wraps the memory and runs it on a device.
 #pragma once
 
 #include <array>
@@ -14,10 +14,6 @@
 
 namespace jfm {
 
-// More than any program has (XLA itself stops at fewer dimensions), small enough for
-// fixed arrays in the C ABI.
-constexpr int kMaxBatchDims = 16;
-
 struct HostMemory {
   void* data = nullptr;  // may be null when there are no bytes
   int64_t size_bytes = 0;
@@ -29,8 +25,10 @@ struct HostProblem {
   std::array<HostMemory, kTensors.size()> memory;  // parallel to kTensors
 };
 
-// Checks the problem, and that each tensor's strides stay within its memory. Then runs it
-// and waits.
-Status RunOnHost(Device& device, const Pass& pass, HostProblem host);
+// Checks the problem, and that each tensor's strides stay within its memory.
+Status CheckHostProblem(const Pass& pass, const HostProblem& host);
+
+// The same, then runs it on the device, whatever its backend is, and waits.
+Status RunOnDevice(Device& device, const Pass& pass, HostProblem host);
 
 }  // namespace jfm

@@ -34,27 +34,6 @@ std::atomic<double> max_launch_work{kMaxWorkAtOnce};
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What the kernels can do.
-Status CheckLimits(const AttentionProblem& p) {
-  const auto out_of_range = [](const char* name, int64_t value, int64_t low, int64_t high) {
-    return InvalidArgument(std::string(name) + " must be between " + std::to_string(low) + " and " +
-                           std::to_string(high) + ", but got " + std::to_string(value) + ".");
-  };
-  constexpr int64_t kMaxLen = std::numeric_limits<int32_t>::max() - 4096;  // room for a block
-  const struct { const char* name; int64_t value, low, high; } ranges[] = {
-      {"head_dim", p.head_dim, 1, kMaxHeadDim},
-      {"value_head_dim", p.value_head_dim, 1, kMaxHeadDim},
-      {"q_len", p.q_len, 0, kMaxLen},
-      {"kv_len", p.kv_len, 0, kMaxLen},
-      {"num_heads", p.num_heads, 1, kMaxLen},
-      {"num_kv_heads", p.num_kv_heads, 1, p.num_heads},
-  };
-  for (const auto& r : ranges) {
-    if (r.value < r.low || r.value > r.high) return out_of_range(r.name, r.value, r.low, r.high);
-  }
-  return {};
-}
-
 // Parallel to kTensors.
 constexpr std::array<TensorStrides AttentionParams::*, kTensors.size()> kStrides = {
     &AttentionParams::query, &AttentionParams::key, &AttentionParams::value,
@@ -113,19 +92,18 @@ AttentionParams MakeParams(const AttentionProblem& p) {
   params.num_groups = static_cast<int32_t>(p.num_heads / p.num_kv_heads);
   params.q_len = static_cast<int32_t>(p.q_len);
   params.kv_len = static_cast<int32_t>(p.kv_len);
-  params.q_offset = ClampToInt32(p.q_offset);
+  const KernelOptions options = OptionsOf(p);
+  params.q_offset = options.q_offset;
   params.bias_col = static_cast<int32_t>(p.bias.col_stride);
   params.mask_col = static_cast<int32_t>(p.mask.col_stride);
   params.gradient_col = static_cast<int32_t>(p.gradient.col_stride);
-  params.window_left = WindowLimit(p.window_left);
-  params.window_right = WindowLimit(p.window_right);
+  params.window_left = options.window_left;
+  params.window_right = options.window_right;
   params.scale = p.scale;
   params.scale_log2 = static_cast<float>(static_cast<double>(p.scale) * M_LOG2E);
   params.soft_cap = p.logits_soft_cap;
-  const double keep = 1 - p.dropout_rate;
-  params.dropout_threshold =
-      static_cast<uint32_t>(std::min(std::nearbyint(keep * 0x1p32), 0x1p32 - 1));
-  params.dropout_scale = static_cast<float>(1 / keep);
+  params.dropout_threshold = options.dropout_threshold;
+  params.dropout_scale = options.dropout_scale;
   return params;
 }
 
@@ -854,6 +832,33 @@ Status CheckProblem(const Pass& pass, const AttentionProblem& p) {
   }
   if (Status status = CheckProduct(p); !status.ok()) return status;
   return CheckOptions(p);
+}
+
+Status CheckLimits(const AttentionProblem& p) {
+  const auto out_of_range = [](const char* name, int64_t value, int64_t low, int64_t high) {
+    return InvalidArgument(std::string(name) + " must be between " + std::to_string(low) + " and " +
+                           std::to_string(high) + ", but got " + std::to_string(value) + ".");
+  };
+  constexpr int64_t kMaxLen = std::numeric_limits<int32_t>::max() - 4096;  // room for a block
+  const struct { const char* name; int64_t value, low, high; } ranges[] = {
+      {"head_dim", p.head_dim, 1, kMaxHeadDim},
+      {"value_head_dim", p.value_head_dim, 1, kMaxHeadDim},
+      {"q_len", p.q_len, 0, kMaxLen},
+      {"kv_len", p.kv_len, 0, kMaxLen},
+      {"num_heads", p.num_heads, 1, kMaxLen},
+      {"num_kv_heads", p.num_kv_heads, 1, p.num_heads},
+  };
+  for (const auto& r : ranges) {
+    if (r.value < r.low || r.value > r.high) return out_of_range(r.name, r.value, r.low, r.high);
+  }
+  return {};
+}
+
+KernelOptions OptionsOf(const AttentionProblem& p) {
+  const double keep = 1 - p.dropout_rate;
+  return {ClampToInt32(p.q_offset), WindowLimit(p.window_left), WindowLimit(p.window_right),
+          static_cast<uint32_t>(std::min(std::nearbyint(keep * 0x1p32), 0x1p32 - 1)),
+          static_cast<float>(1 / keep)};
 }
 
 void SetMaxLaunchWork(double operations) {

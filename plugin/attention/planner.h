@@ -45,6 +45,18 @@ struct Plan {
   int64_t delta_bytes = 0, partial_bytes = 0, partial_softmax_bytes = 0, mask_blocks_bytes = 0;
 };
 
+// Options as kernels take them.
+struct KernelOptions {
+  int32_t q_offset;
+  int32_t window_left, window_right;  // -1: no limit
+  uint32_t dropout_threshold;         // an element is kept iff its bits are below
+  float dropout_scale;                // 1 / keep probability
+};
+KernelOptions OptionsOf(const AttentionProblem& problem);
+
+// Whether there are kernels for the sizes, on any backend.
+Status CheckLimits(const AttentionProblem& problem);
+
 // No launch has much more work than this, at first kMaxWorkAtOnce. Process-wide; 0 sets that
 // again. For tests and slow devices.
 void SetMaxLaunchWork(double operations);

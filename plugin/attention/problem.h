@@ -1,5 +1,5 @@
 // AttentionProblem: what is asked, in values. Built by the FFI handlers and the C ABI,
-// read by the planner. Knows nothing of Metal or JAX.
+// read by the planner. Knows nothing of JAX.
 #pragma once
 
 #include <array>
@@ -9,6 +9,13 @@
 #include "plugin/device/device.h"
 
 namespace jfm {
+
+// More than any program has (XLA itself stops at fewer dimensions), small enough for
+// fixed arrays in the C ABI.
+constexpr int kMaxBatchDims = 16;
+
+// What runs a problem: the kernels of metal_kernels/ on a Device, or those of plugin/cpu.
+enum class Backend : int32_t { kMetal = 0, kCpu = 1 };
 
 enum class Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 inline int64_t SizeBytes(Dtype t) { return t == Dtype::kFloat32 ? 4 : 2; }
@@ -31,6 +38,7 @@ struct TensorView {
 enum class GradientOf : int32_t { kBias = 0, kSinks = 1, kSlopes = 2 };
 
 struct AttentionProblem {
+  Backend backend = Backend::kMetal;
   Dtype dtype = Dtype::kFloat32;
   std::vector<int64_t> batch_sizes;
   int64_t q_len = 0, kv_len = 0, num_heads = 0, num_kv_heads = 0;

@@ -10,7 +10,11 @@
 
 #include "plugin/attention/attention.h"
 #include "plugin/attention/host_problem.h"
+#include "plugin/backends/backends.h"
+#include "plugin/c_api/thread_helpers.h"
 #include "plugin/c_boundary.h"
+#include "plugin/cpu/attention.h"
+#include "plugin/cpu/isa.h"
 #include "plugin/device/default_device.h"
 #ifndef JFM_DEVICE_APPLE
 #include "plugin/device/software/software_device.h"
@@ -20,7 +24,7 @@ namespace jfm {
 namespace {
 
 static_assert(JFM_MAX_TENSOR_BATCH_DIMS == kMaxBatchDims, "the arrays of the C ABI");
-static_assert(sizeof(JfmTensor) == 176 && sizeof(JfmAttentionProblem) == 4288, "the C ABI");
+static_assert(sizeof(JfmTensor) == 176 && sizeof(JfmAttentionProblem) == 4296, "the C ABI");
 
 #ifdef JFM_DEVICE_APPLE
 constexpr const char* kDeviceKind = "apple";
@@ -69,11 +73,13 @@ Result<HostProblem> Decode(const JfmAttentionProblem& source, const Pass& pass) 
         CheckRange("is_causal", source.is_causal, 0, 1),
         CheckRange("operands", source.operands, 0, (1 << kNumOptional) - 1),
         CheckRange("bias_dtype", source.bias_dtype, JFM_FLOAT32, JFM_BFLOAT16),
-        CheckRange("gradient_of", source.gradient_of, JFM_OF_BIAS, JFM_OF_ALIBI_SLOPES)}) {
+        CheckRange("gradient_of", source.gradient_of, JFM_OF_BIAS, JFM_OF_ALIBI_SLOPES),
+        CheckRange("backend", source.backend, JFM_METAL, JFM_CPU)}) {
     if (!status.ok()) return status;
   }
   HostProblem host;
   AttentionProblem& problem = host.problem;
+  problem.backend = static_cast<Backend>(source.backend);
   problem.dtype = static_cast<Dtype>(source.dtype);
   problem.batch_sizes.assign(source.batch_sizes, source.batch_sizes + source.num_batch_dims);
   problem.q_len = source.q_len;
@@ -106,9 +112,14 @@ Result<HostProblem> Decode(const JfmAttentionProblem& source, const Pass& pass) 
     }
     TensorView& view = problem.*kTensors[i].view;
     view.batch_strides.assign(tensor.batch_strides, tensor.batch_strides + tensor.num_batch_dims);
-    view.head_stride = tensor.head_stride;
-    view.row_stride = tensor.row_stride;
-    view.col_stride = tensor.col_stride;
+    // Only of dimensions that it has: nobody looks at what stands in the others.
+    const TensorSpec spec = SpecOfTensor(i, problem);
+    for (size_t d = 0; d < spec.num_dims; ++d) {
+      const auto stride = spec.dims[d].stride;
+      if (stride == &TensorView::head_stride) view.head_stride = tensor.head_stride;
+      if (stride == &TensorView::row_stride) view.row_stride = tensor.row_stride;
+      if (stride == &TensorView::col_stride) view.col_stride = tensor.col_stride;
+    }
     host.memory[i] = {tensor.data, tensor.size_bytes};
   }
   return host;
@@ -127,16 +138,21 @@ int Run(const Pass& pass, const JfmAttentionProblem* problem, char* error,
     if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
     Result<HostProblem> host = Decode(*problem, pass);
     if (!host.ok()) return host.status();
-    Result<Device*> device = DefaultDevice();
-    if (!device.ok()) return device.status();
-    return RunOnHost(**device, pass, std::move(*host));
+    ThreadHelpers helpers;
+    cpu::Workers workers(&helpers, cpu::NumThreads());
+    return RunOnHost(pass, std::move(*host), workers);
   });
   CopyText(status.message(), error, error_size);
   return static_cast<int>(status.code());
 }
 
-// What the pass would launch.
-Result<Plan> MakePlan(int number, const JfmAttentionProblem* problem) {
+// A problem without its memory, and its pass.
+struct Question {
+  const Pass* pass;
+  AttentionProblem problem;
+};
+
+Result<Question> DecodeQuestion(int number, const JfmAttentionProblem* problem) {
   if (problem == nullptr) return InvalidArgument("problem is a null pointer.");
   if (Status status = CheckRange("pass", number, JFM_FORWARD, JFM_GRADIENT); !status.ok()) {
     return status;
@@ -144,13 +160,18 @@ Result<Plan> MakePlan(int number, const JfmAttentionProblem* problem) {
   const Pass& pass = *kPasses[number];
   Result<HostProblem> host = Decode(*problem, pass);
   if (!host.ok()) return host.status();
-  if (Status status = CheckProblem(pass, host->problem); !status.ok()) return status;
-  return pass.plan(host->problem);
+  for (Status status : {CheckProblem(pass, host->problem), CheckLimits(host->problem)}) {
+    if (!status.ok()) return status;
+  }
+  return Question{&pass, std::move(host->problem)};
 }
 
 int Compile(int pass, const JfmAttentionProblem* problem, char* error, size_t error_size) noexcept {
   const Status status = WithoutExceptions([&]() -> Status {
-    Result<Plan> plan = MakePlan(pass, problem);
+    Result<Question> question = DecodeQuestion(pass, problem);
+    if (!question.ok()) return question.status();
+    if (question->problem.backend == Backend::kCpu) return {};
+    Result<Plan> plan = question->pass->plan(question->problem);
     if (!plan.ok()) return plan.status();
     Result<Device*> device = DefaultDevice();
     return device.ok() ? CompilePlan(**device, *plan) : device.status();
@@ -163,7 +184,13 @@ int NameKernels(int pass, const JfmAttentionProblem* problem, char* text,
                 size_t text_size) noexcept {
   std::string lines;
   const Status status = WithoutExceptions([&]() -> Status {
-    Result<Plan> plan = MakePlan(pass, problem);
+    Result<Question> question = DecodeQuestion(pass, problem);
+    if (!question.ok()) return question.status();
+    if (question->problem.backend == Backend::kCpu) {
+      lines = cpu::KernelName(*question->pass, question->problem) + "\n";
+      return {};
+    }
+    Result<Plan> plan = question->pass->plan(question->problem);
     if (!plan.ok()) return plan.status();
     std::vector<std::string> names;  // few, however many launches there are
     for (const Launch& launch : plan->launches) {
@@ -180,21 +207,37 @@ int NameKernels(int pass, const JfmAttentionProblem* problem, char* text,
 int64_t CountLaunches(int pass, const JfmAttentionProblem* problem) noexcept {
   int64_t count = -1;
   (void)WithoutExceptions([&]() -> Status {
-    Result<Plan> plan = MakePlan(pass, problem);
+    Result<Question> question = DecodeQuestion(pass, problem);
+    if (!question.ok()) return question.status();
+    if (question->problem.backend == Backend::kCpu) {
+      count = 1;
+      return {};
+    }
+    Result<Plan> plan = question->pass->plan(question->problem);
     if (plan.ok()) count = static_cast<int64_t>(plan->launches.size());
-    return {};
+    return plan.status();
   });
   return count;
 }
 
-int DescribeDevice(char* text, size_t text_size) noexcept {
+Result<DeviceFacts> FactsOf(int backend) {
+  if (Status status = CheckRange("backend", backend, JFM_METAL, JFM_CPU); !status.ok()) {
+    return status;
+  }
+  if (backend == JFM_CPU) return cpu::Facts();
+  Result<Device*> device = DefaultDevice();
+  if (!device.ok()) return device.status();
+  return (*device)->facts();
+}
+
+int DescribeDevice(int backend, char* text, size_t text_size) noexcept {
   std::string lines;
   const Status status = WithoutExceptions([&]() -> Status {
-    Result<Device*> device = DefaultDevice();
-    if (!device.ok()) return device.status();
-    const DeviceFacts& facts = (*device)->facts();
+    Result<DeviceFacts> found = FactsOf(backend);
+    if (!found.ok()) return found.status();
+    const DeviceFacts& facts = *found;
     const std::pair<const char*, std::string> rows[] = {
-        {"device", kDeviceKind},
+        {"device", backend == JFM_CPU ? "cpu" : kDeviceKind},
         {"name", facts.name},
         {"family", facts.family},
         {"system", facts.system},
@@ -210,6 +253,38 @@ int DescribeDevice(char* text, size_t text_size) noexcept {
   });
   CopyText(status.ok() ? lines : status.message(), text, text_size);
   return static_cast<int>(status.code());
+}
+
+int ListIsas(char* text, size_t text_size) noexcept {
+  std::string lines;
+  const Status status = WithoutExceptions([&]() -> Status {
+    for (const cpu::Kernels* kernels : cpu::SupportedKernels()) {
+      lines += std::string(kernels->name) + "\n";
+    }
+    return {};
+  });
+  CopyText(status.ok() ? lines : status.message(), text, text_size);
+  return static_cast<int>(status.code());
+}
+
+int SetIsa(const char* name) noexcept {
+  const Status status = WithoutExceptions([&]() -> Status {
+    if (cpu::ForceKernels(name != nullptr ? name : "")) return {};
+    return {Code::kNotFound, "no such instruction set"};
+  });
+  return static_cast<int>(status.code());
+}
+
+double MeasurePeak(int dtype) noexcept {
+  double peak = 0;
+  (void)WithoutExceptions([&]() -> Status {
+    if (Status status = CheckRange("dtype", dtype, JFM_FLOAT32, JFM_BFLOAT16); !status.ok()) {
+      return status;
+    }
+    peak = cpu::ChosenKernels().measure_peak(static_cast<Dtype>(dtype));
+    return {};
+  });
+  return peak;
 }
 
 }  // namespace
@@ -250,8 +325,8 @@ JFM_EXPORT int jfm_attention_compile(const JfmAttentionProblem* problem, int pas
   return jfm::Compile(pass, problem, error, error_size);
 }
 
-JFM_EXPORT int jfm_device_facts(char* text, size_t text_size) {
-  return jfm::DescribeDevice(text, text_size);
+JFM_EXPORT int jfm_device_facts(int backend, char* text, size_t text_size) {
+  return jfm::DescribeDevice(backend, text, text_size);
 }
 
 JFM_EXPORT void jfm_set_cache_folder(const char* folder) {
@@ -261,12 +336,21 @@ JFM_EXPORT void jfm_set_cache_folder(const char* folder) {
   });
 }
 
-JFM_EXPORT void jfm_set_threads([[maybe_unused]] int num_threads) {
+JFM_EXPORT void jfm_set_threads(int num_threads) {
+  jfm::cpu::SetNumThreads(num_threads);
 #ifndef JFM_DEVICE_APPLE
   jfm::SetSoftwareDeviceThreads(num_threads);
 #endif
 }
 
 JFM_EXPORT void jfm_set_max_launch_work(double operations) { jfm::SetMaxLaunchWork(operations); }
+
+JFM_EXPORT int jfm_cpu_isas(char* text, size_t text_size) {
+  return jfm::ListIsas(text, text_size);
+}
+
+JFM_EXPORT int jfm_cpu_set_isa(const char* name) { return jfm::SetIsa(name); }
+
+JFM_EXPORT double jfm_cpu_measure_peak(int dtype) { return jfm::MeasurePeak(dtype); }
 
 }  // extern "C"

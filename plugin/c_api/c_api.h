@@ -1,5 +1,5 @@
-// The C ABI of the library: attention on its device without JAX, for tests, tools, the
-// Python package and other languages. Fixed-size C types only.
+// The C ABI of the library: attention on its device or by its CPU kernels without JAX, for tests,
+// tools, the Python package and other languages. Fixed-size C types only.
 #pragma once
 
 #include <stddef.h>
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define JFM_ABI_VERSION 3
+#define JFM_ABI_VERSION 4
 #define JFM_MAX_TENSOR_BATCH_DIMS 16
 
 typedef enum { JFM_FLOAT32 = 0, JFM_FLOAT16 = 1, JFM_BFLOAT16 = 2 } JfmDtype;
@@ -32,6 +32,9 @@ typedef enum {
 
 // The operand whose gradient jfm_attention_gradient computes.
 typedef enum { JFM_OF_BIAS = 0, JFM_OF_SINKS = 1, JFM_OF_ALIBI_SLOPES = 2 } JfmGradientOf;
+
+// What runs a problem: the Metal kernels on the library's device, or the CPU kernels.
+typedef enum { JFM_METAL = 0, JFM_CPU = 1 } JfmBackend;
 
 typedef enum { JFM_FORWARD = 0, JFM_BACKWARD = 1, JFM_GRADIENT = 2 } JfmPass;
 
@@ -66,6 +69,8 @@ typedef struct {
   int32_t operands;       // JfmOperand: which of the optional ones are given
   int32_t bias_dtype;     // JfmDtype
   int32_t gradient_of;    // JfmGradientOf
+  int32_t backend;        // JfmBackend
+  int32_t pad;
   JfmTensor query, key, value;
   // Optional. bias and mask (a byte each: 0 or 1) [*batch, num_heads, q_len, kv_len]; int32:
   // q_offsets [*batch], q_segment_ids [*batch, q_len], kv_segment_ids [*batch, kv_len],
@@ -96,18 +101,21 @@ int jfm_attention_gradient(const JfmAttentionProblem* problem, char* error, size
 int jfm_attention_kernels(const JfmAttentionProblem* problem, int pass, char* text,
                           size_t text_size);
 
-// How many launches the pass would make; -1 where jfm_attention_kernels has an error.
+// How many launches the pass would make, 1 by the CPU kernels; -1 where jfm_attention_kernels
+// has an error.
 int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int pass);
 
-// Gets the pipelines that the pass needs, compiled, and runs nothing. Errors as above.
+// Gets the pipelines that the pass needs, compiled, and runs nothing; the CPU kernels need none.
+// Errors as above.
 int jfm_attention_compile(const JfmAttentionProblem* problem, int pass, char* error,
                           size_t error_size);
 
-// The device that calls run on, as lines "key=value": device ("software" or "apple"), name,
-// family, system, num_cores, max_threadgroup_memory_bytes, max_threads_per_threadgroup,
-// max_buffer_bytes, memory_limit_bytes, has_unified_memory (0 or 1). What is not known is 0
-// or empty. Where there is no device, an error code, and `text` says why.
-int jfm_device_facts(char* text, size_t text_size);
+// What calls of a JfmBackend run on, as lines "key=value": device ("software", "apple" or "cpu"),
+// name, family (of the CPU: its instruction set), system, num_cores, max_threadgroup_memory_bytes,
+// max_threads_per_threadgroup, max_buffer_bytes, memory_limit_bytes, has_unified_memory (0 or
+// 1). What is not known is 0 or empty. Where there is no device, an error code, and `text` says
+// why.
+int jfm_device_facts(int backend, char* text, size_t text_size);
 
 // A hash of the kernels in this library: another text of them is another digest.
 const char* jfm_kernel_digest(void);
@@ -116,12 +124,21 @@ const char* jfm_kernel_digest(void);
 // called before anything that uses the device; later it does nothing.
 void jfm_set_cache_folder(const char* folder);
 
-// Threads of the software device from now on, 0 = one per CPU that the process may use. On
-// other devices it does nothing.
+// Threads of the CPU kernels and the software device from now on, 0 = one per CPU that the
+// process may use.
 void jfm_set_threads(int num_threads);
 
 // No launch has much more floating-point operations than this; 0 = the default.
 void jfm_set_max_launch_work(double operations);
+
+// For tests and benchmarks of the CPU kernels. The instruction sets that this machine can run,
+// a name per line, the best last; text as that of jfm_attention_kernels.
+int jfm_cpu_isas(char* text, size_t text_size);
+// Which of them to use from now on; "" = the best. An error code if there is no such one.
+int jfm_cpu_set_isa(const char* name);
+// The floating-point operations per second that one thread reaches in products of matrices in
+// its first cache, of that JfmDtype; 0 if there is no such dtype.
+double jfm_cpu_measure_peak(int dtype);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-// The tables of version 2 of the wire format, and the checks of a frame against them.
+// The tables of version 3 of the wire format, and the checks of a frame against them.
 #include "plugin/ffi/call_frame.h"
 
 #include <cstring>
@@ -407,7 +407,7 @@ Status CheckAttributeRange(const char* name, int64_t value, int64_t max) {
 Status DecodeAttributes(const XLA_FFI_Attributes& attributes, const Pass& pass,
                         AttentionProblem& problem) {
   if (Status status = CheckAttributeList(attributes); !status.ok()) return status;
-  int64_t version = 0, operands = 0, gradient_of = 0;
+  int64_t version = 0, operands = 0, gradient_of = 0, backend = 0;
   uint8_t is_causal = 0;
   const AttributeSpec version_spec = {"version", XLA_FFI_S64, &version, sizeof(version)};
   std::vector<AttributeSpec> specs = {
@@ -419,6 +419,7 @@ Status DecodeAttributes(const XLA_FFI_Attributes& attributes, const Pass& pass,
       {"logits_soft_cap", XLA_FFI_F32, &problem.logits_soft_cap, sizeof(problem.logits_soft_cap)},
       {"dropout_rate", XLA_FFI_F64, &problem.dropout_rate, sizeof(problem.dropout_rate)},
       {"operands", XLA_FFI_S64, &operands, sizeof(operands)},
+      {"backend", XLA_FFI_S64, &backend, sizeof(backend)},
   };
   if (&pass == &kGradientPass) {
     specs.push_back({"gradient_of", XLA_FFI_S64, &gradient_of, sizeof(gradient_of)});
@@ -446,11 +447,13 @@ Status DecodeAttributes(const XLA_FFI_Attributes& attributes, const Pass& pass,
   }
   for (Status status :
        {CheckAttributeRange("operands", operands, (1 << kNumOptional) - 1),
-        CheckAttributeRange("gradient_of", gradient_of, std::size(kDifferentiable) - 1)}) {
+        CheckAttributeRange("gradient_of", gradient_of, std::size(kDifferentiable) - 1),
+        CheckAttributeRange("backend", backend, static_cast<int64_t>(Backend::kCpu))}) {
     if (!status.ok()) return status;
   }
   problem.is_causal = is_causal != 0;
   problem.gradient_of = static_cast<GradientOf>(gradient_of);
+  problem.backend = static_cast<Backend>(backend);
   SetGiven(problem, operands);
   return {};
 }

@@ -6,17 +6,19 @@
 #include <utility>
 
 #include "plugin/attention/host_problem.h"
+#include "plugin/backends/backends.h"
 #include "plugin/c_boundary.h"
-#include "plugin/device/default_device.h"
+#include "plugin/cpu/workers.h"
 #include "plugin/ffi/call_frame.h"
 #include "plugin/ffi/native_buffers.h"
+#include "plugin/ffi/thread_pool.h"
 #include "plugin/ffi/xla_ffi.h"
 
 // X(symbol and target name, pass)
 #define JFM_HANDLERS(X)                         \
-  X(jax_flash_metal_forward_v2, kForwardPass)   \
-  X(jax_flash_metal_backward_v2, kBackwardPass) \
-  X(jax_flash_metal_gradient_v2, kGradientPass)
+  X(jax_flash_metal_forward_v3, kForwardPass)   \
+  X(jax_flash_metal_backward_v3, kBackwardPass) \
+  X(jax_flash_metal_gradient_v3, kGradientPass)
 
 namespace jfm {
 namespace {
@@ -110,9 +112,9 @@ Status HandleFrame(const XLA_FFI_CallFrame& frame, const Pass& pass) {
   Result<HostProblem> host = DecodeCallFrame(frame, pass);
   if (!host.ok()) return host.status();
   for (HostMemory& memory : host->memory) memory.is_native = are_native;
-  Result<Device*> device = DefaultDevice();
-  if (!device.ok()) return device.status();
-  return RunOnHost(**device, pass, std::move(*host));
+  XlaThreadPool pool(frame);
+  cpu::Workers workers(&pool, cpu::NumThreads());
+  return RunOnHost(pass, std::move(*host), workers);
 }
 
 XLA_FFI_Error* Handle(const char* target, const Pass& pass,

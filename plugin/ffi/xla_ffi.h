@@ -54,13 +54,35 @@ struct XLA_FFI_ErrorCreateArgs {
   int32_t code;  // jfm::Code has the same values
 };
 
+struct XLA_FFI_ErrorDestroyArgs {
+  size_t struct_size;
+  XLA_FFI_Extension* extensions;
+  XLA_FFI_Error* error;
+};
+
+// -- Threads ------------------------------------------------------------------------
+
+struct XLA_FFI_ThreadPoolScheduleArgs {
+  size_t struct_size;
+  XLA_FFI_Extension* extensions;
+  void* context;  // that of the call frame
+  void (*task)(void* data);
+  void* data;
+};
+
+// -- The table of XLA's functions ---------------------------------------------------
+
+// In API 0.1 and in every later one so far, the slots that are named here have the same places.
 struct XLA_FFI_Api {
   size_t struct_size;
   XLA_FFI_Extension* extensions;
   XLA_FFI_Version api_version;
   const void* internal;
   XLA_FFI_Error* (*error_create)(XLA_FFI_ErrorCreateArgs*);
-  void* unused_slots[11];  // at the same places in API 0.1 and in every later one so far
+  void* error_get_message;
+  void (*error_destroy)(XLA_FFI_ErrorDestroyArgs*);
+  void* unused_slots[8];
+  XLA_FFI_Error* (*thread_pool_schedule)(XLA_FFI_ThreadPoolScheduleArgs*);
 };
 
 // -- Values -------------------------------------------------------------------------
@@ -163,7 +185,10 @@ struct XLA_FFI_CallFrame {
 
 static_assert(sizeof(void*) == 8, "the offsets below are those of 64-bit platforms");
 static_assert(offsetof(XLA_FFI_Api, error_create) == 48, "XLA's layout");
-static_assert(XLA_FFI_SIZE(XLA_FFI_Api, unused_slots) == 48 + 12 * 8, "XLA's layout");
+static_assert(offsetof(XLA_FFI_Api, error_destroy) == 48 + 2 * 8, "XLA's layout");
+static_assert(XLA_FFI_SIZE(XLA_FFI_Api, thread_pool_schedule) == 48 + 12 * 8, "XLA's layout");
+static_assert(XLA_FFI_SIZE(XLA_FFI_ErrorDestroyArgs, error) == 24, "XLA's layout");
+static_assert(XLA_FFI_SIZE(XLA_FFI_ThreadPoolScheduleArgs, data) == 40, "XLA's layout");
 static_assert(XLA_FFI_SIZE(XLA_FFI_ErrorCreateArgs, code) == 28, "XLA's layout");
 static_assert(XLA_FFI_SIZE(XLA_FFI_Metadata, traits) == 36, "XLA's layout");
 static_assert(offsetof(XLA_FFI_MetadataExtension, metadata) == 24, "XLA's layout");

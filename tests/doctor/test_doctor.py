@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from jax_flash_metal import doctor, hosts, platforms
+from jax_flash_metal.attention_library import DTYPES, PASSES, AttentionLibrary
 from jax_flash_metal.variant_table import variants
 from tests.support.package_copy import PackageCopy, broken_kernels
 from tests.support.shared_library import compile_library
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("doctor")
 
 NAMES = [
     *("platform", "packages", "host plugin", "jax", "library", "device"),
-    *("self-test", "hand-over", "training", "timing"),
+    *("self-test", "cpu self-test", "hand-over", "training", "timing"),
 ]
 WITHOUT_TIMING = ("--time-budget", "0")
 
@@ -66,6 +67,11 @@ def test_this_installation(tmp_path):
     check_schema(json.loads(text[text.index("{\n") :]))
 
 
+def cpu_isas():
+    """The instruction sets of this machine, best last."""
+    return AttentionLibrary(platforms.load_library(), backend="cpu").cpu_isas()
+
+
 def check_schema(content):
     """What docs/doctor.md promises to programs."""
     assert set(content) == {
@@ -90,6 +96,19 @@ def check_schema(content):
         assert row["failure"] is None
         assert 0 <= row["error"] < 1
         assert row["compile_ms"] >= 0
+    on_cpu = checks["cpu self-test"]
+    assert {row["name"] for row in on_cpu["rows"]} == {
+        f"cpu_{which}_{dtype}_{instruction_set}"
+        for which in PASSES
+        for dtype in DTYPES
+        for instruction_set in cpu_isas()
+    }
+    for row in on_cpu["rows"]:
+        assert set(row) == {"name", "kernel", "error", "failure"}
+        assert row["failure"] is None
+        assert 0 <= row["error"] < 1
+        assert row["name"].endswith(f"_{row['kernel']}")
+    assert on_cpu["facts"]["family"] == cpu_isas()[-1]
     facts = checks["device"]["facts"]
     assert {"device", "name", "family", "system", "num_cores"} <= set(facts)
     timing = checks["timing"]
@@ -143,6 +162,7 @@ def test_no_host(copy):
     assert checks["training"]["facts"]["platform"] == "cpu"
 
 
+@pytest.mark.slow
 def test_a_named_host_that_is_not_there(copy):
     setting = {"JAX_FLASH_METAL_HOST": "/no/such/plugin.so"}
     checks, said = run(copy, *WITHOUT_TIMING, code=1, **setting)
@@ -245,6 +265,14 @@ def test_an_unexpected_error_of_a_section(copy):
     assert "in check_training" in check["facts"]["traceback"]
 
 
+def test_an_unexpected_error_of_the_cpu_kernels(copy):
+    """It is of the check that it kept from being made."""
+    copy.edit("doctor_checks", "library.cpu_isas()", "library.no_such_thing()")
+    (check,) = run_section(copy, "cpu kernels", "cpu")
+    assert (check["name"], check["status"]) == ("cpu self-test", "fail")
+    assert check["message"].startswith("AttributeError: ")
+
+
 def run_section(copy, name, platform, **options):
     """The checks of one section, run as doctor runs it."""
     events = copy.folder / "events"
@@ -262,7 +290,7 @@ def test_no_library(small, tmp_path):
     assert checks["library"]["status"] == "fail"
     assert "is missing" in checks["library"]["message"]
     assert "Reinstall jax-flash-metal" in checks["library"]["message"]
-    for name in ("hand-over", "training", "timing"):
+    for name in ("cpu self-test", "hand-over", "training", "timing"):
         assert checks[name]["message"].startswith("Not run: ")
     assert said.startswith("FAILED: library. Please attach the report")
     assert (copy.folder / doctor.DEFAULT_REPORT).is_file()
@@ -290,23 +318,33 @@ def test_no_jax(copy):
 def test_no_device(copy):
     copy.edit(
         "attention_library",
-        '"""What is known of the device that calls run on.',
-        '"""…"""\n        raise AttentionError(5, "no Metal device: none.")\n'
-        '        """',
+        "        function = self._library.jfm_device_facts\n",
+        '        if self._backend == "metal":\n'
+        '            raise AttentionError(5, "no Metal device: none.")\n'
+        "        function = self._library.jfm_device_facts\n",
     )
     checks, _ = run(copy, code=1)
+    assert checks["cpu self-test"]["status"] == "ok"
     assert checks["device"]["status"] == "fail"
     assert checks["device"]["message"].startswith(
         "The kernels have no device to run on: no Metal device: none. Please attach "
     )
+    training = checks["training"]
+    assert training["status"] == "ok"
+    assert training["message"].startswith("3 steps, CPU kernels on platform cpu: ")
+    assert checks["timing"]["message"].startswith("Not run: ")
 
 
 @pytest.mark.parametrize(
     ("crash", "how"),
     [
         ("os.abort()", "crashed (SIGABRT)"),
-        ("os.kill(os.getpid(), 11)", "crashed (SIGSEGV)"),
-        ("os._exit(3)", "ended with exit code 3"),
+        pytest.param(
+            *("os.kill(os.getpid(), 11)", "crashed (SIGSEGV)"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *("os._exit(3)", "ended with exit code 3"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_crash_of_a_section(copy, crash, how):
@@ -328,17 +366,21 @@ def test_a_crash_of_a_section(copy, crash, how):
 
 def test_kernels_that_crash(copy):
     """They are named, the others are tested, and programs do without them."""
+    wrong = f"cpu_backward_float16_{cpu_isas()[0]}"
     copy.edit(
         "kernel_cases",
         "    names = case.kernels(library)\n",
         "    names = case.kernels(library)\n"
         "    if case.which == 'backward' and not (case.is_short or case.has_options):\n"
-        "        import os; os.abort()\n",
+        f"        if case.backend == 'metal' or '{wrong}' in names[0]:\n"
+        "            import os; os.abort()\n",
     )
     checks, said = run(copy, *WITHOUT_TIMING, code=1)
-    assert [name for name in checks if name != "self-test"] == [
-        name for name in NAMES if name != "self-test"
-    ]
+    assert sorted(checks) == sorted(NAMES)
+    on_cpu = checks["cpu self-test"]
+    assert {
+        row["name"]: row["failure"] for row in on_cpu["rows"] if row["failure"]
+    } == {wrong: "its test crashed (SIGABRT)"}
     self_test = checks["self-test"]
     assert "kernels fail and are disabled" in self_test["message"]
     failures = {row["kernel"]: row["failure"] for row in self_test["rows"]}
@@ -352,7 +394,31 @@ def test_kernels_that_crash(copy):
         "is disabled on software Metal device: its test crashed (SIGABRT)"
         in (checks["training"]["message"])
     )
-    assert said.startswith("FAILED: self-test, ")
+    assert said.startswith("FAILED: self-test, cpu self-test, ")
+
+
+def test_a_wrong_cpu_kernel(copy):
+    """Also of an instruction set that calls do not use here."""
+    isas = cpu_isas()
+    kernel = f"cpu_backward_bfloat16_{isas[0]}"
+    copy.edit(
+        "kernel_cases",
+        "    tolerances = TOLERANCES[case.dtype]\n",
+        f"    if '{kernel}' in case.kernels(library):\n"
+        "        actual['dkey'] = -actual['dkey']\n"
+        "    tolerances = TOLERANCES[case.dtype]\n",
+    )
+    (check,) = run_section(copy, "cpu kernels", "cpu")
+    assert check["status"] == "fail"
+    wrong = [row["name"] for row in check["rows"] if row["failure"]]
+    assert wrong == [kernel]
+    fate = "calls that need them take the reference"
+    if len(isas) > 1:
+        fate = f"calls here take those of {isas[-1]}, which are right"
+    assert check["message"].startswith(
+        f"1 of {len(check['rows'])} kernels fail and are disabled, {fate}: {kernel}: "
+        "its dkey is wrong: "
+    )
 
 
 def test_a_crash_of_the_training(copy):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jax_flash_metal import __main__ as command_line
 from jax_flash_metal import crashes, doctor, hosts
 from jax_flash_metal.benchmark_shapes import SHAPE_SETS
 from jax_flash_metal.doctor_report import Check, Report
@@ -438,6 +439,12 @@ def test_tables_on_the_screen():
             row | {"compile_ms": None, "error": None, "failure": "it does not compile"},
         ],
     )
+    on_cpu = Check(
+        "cpu self-test",
+        "ok",
+        "All are right.",
+        rows=[{"name": "c_a", "kernel": "avx9", "error": 0.125, "failure": None}],
+    )
     timed = {"fused_ms": 1.0, "unfused_ms": 2.5, "ratio": 2.5, "noise": 0.1}
     timing = Check(
         "timing",
@@ -449,8 +456,9 @@ def test_tables_on_the_screen():
             {"shape": "S1", "pass": "gradient", "failure": "no"},
         ],
     )
-    screen = make_report(self_test, timing).as_screen()
+    screen = make_report(self_test, on_cpu, timing).as_screen()
     assert "2 of 3" in screen and "1.5 … 1.5" in screen and "0.5" in screen
+    assert "avx9" in screen and "1 of 1" in screen and "0.12" in screen
     assert "a device" in screen
     assert "1.00 / 2.50" in screen and "2.50 ± 0.25" in screen
 
@@ -496,7 +504,7 @@ def test_a_report_that_cannot_be_written(tmp_path, monkeypatch):
 )
 def test_wrong_options(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
-        doctor.main(arguments)
+        command_line.main(arguments)
     assert caught.value.code == 2
     assert "usage: python -m jax_flash_metal" in capsys.readouterr().err
 

@@ -34,6 +34,12 @@ def test_the_tests_that_it_leaves_out_are_there():
         assert f"\ndef {name}(" in (ROOT / path).read_text()
 
 
+def test_the_contract_on_flash_metal_is_that_of_the_makefile():
+    (chosen,) = re.findall(r'^  -k (".*")$', (ROOT / "Makefile").read_text(), re.M)
+    step = macos_steps()["The contract, on platform flash_metal"]
+    assert f" -k {chosen} " in step
+
+
 def macos_steps():
     """Name and text of the steps of the job for Macs."""
     job = WORKFLOW.read_text().partition("\n  macos:\n")[2]

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.support import cases, native
+from tests.support import cases
 from tests.support.compare import assert_identical
 from tests.support.inputs import make_inputs
 from tests.support.kernel_check import check
@@ -28,22 +28,22 @@ def _patterns(num_dims):
 
 @short_and_long
 @pytest.mark.parametrize("batch", [(3,), (2, 3)], ids=str)
-def test_forward_with_every_sharing(batch, q_len):
+def test_forward_with_every_sharing(batch, q_len, kernels):
     for patterns in itertools.product(_patterns(len(batch)), repeat=3):
         shapes = [_shared(batch, p) for p in patterns]
         full = np.broadcast_shapes(*shapes)
         case = _case(full, q_len, *shapes)
         inputs = make_inputs(case)
-        actual = native.run_forward(*inputs.operands, **case.options)
+        actual = kernels.run_forward(*inputs.operands, **case.options)
         copies = [_copied(x, full) for x in inputs.operands]
-        expected = native.run_forward(*copies, **case.options)
+        expected = kernels.run_forward(*copies, **case.options)
         for name, a, e in zip(("out", "logsumexp"), actual, expected):
             assert_identical(a, e, name=name, context=f"sharing {patterns}")
 
 
 @short_and_long
 @pytest.mark.parametrize("batch", [(3,), (2, 3)], ids=str)
-def test_backward_with_every_sharing(batch, q_len):
+def test_backward_with_every_sharing(batch, q_len, kernels):
     """The cotangents too: vmap of a pullback shares everything but them."""
     for patterns in _backward_patterns(len(batch)):
         shapes = [_shared(batch, p) for p in patterns]
@@ -53,12 +53,12 @@ def test_backward_with_every_sharing(batch, q_len):
         inputs = make_inputs(case)
         cotangents = _cotangents(case, *shapes[3:])
         # out and logsumexp are shared where all operands are.
-        saved = native.run_forward(*inputs.operands, **case.options)
+        saved = kernels.run_forward(*inputs.operands, **case.options)
         operands = (*inputs.operands, *saved, *cotangents)
-        actual = native.run_backward(*operands, **case.options)
+        actual = kernels.run_backward(*operands, **case.options)
         trailing = (3, 3, 3, 3, 2, 3, 2)
         copies = [_copied(x, full, n) for x, n in zip(operands, trailing)]
-        expected = native.run_backward(*copies, **case.options)
+        expected = kernels.run_backward(*copies, **case.options)
         for name, a, e in zip(("dquery", "dkey", "dvalue"), actual, expected):
             assert a.shape[: len(batch)] == full
             assert_identical(a, e, name=name, context=f"sharing {patterns}")
@@ -75,24 +75,24 @@ def test_backward_with_every_sharing(batch, q_len):
     ids="/".join,
 )
 @short_and_long
-def test_more_dims_than_a_kernel_addresses(patterns, q_len):
+def test_more_dims_than_a_kernel_addresses(patterns, q_len, kernels):
     """Six dims, most of which cannot be merged: the planner launches several times."""
     batch = (2, 1, 3, 2, 2, 2)
     shapes = [_shared(batch, p[0] + "." + p[1:]) for p in patterns]
     full = np.broadcast_shapes(*shapes)
-    check(native, _case(full, q_len, *shapes, kv_len=11, head_dim=8))
+    check(kernels, _case(full, q_len, *shapes, kv_len=11, head_dim=8))
 
 
 @short_and_long
-def test_sixteen_dims(q_len):
+def test_sixteen_dims(q_len, kernels):
     batch = (1, 2, 1, 1, 2, 1, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1)
-    check(native, _case(batch, q_len, batch, batch, batch, kv_len=11, head_dim=8))
+    check(kernels, _case(batch, q_len, batch, batch, batch, kv_len=11, head_dim=8))
 
 
-def test_report_27_mlx_3383():
+def test_report_27_mlx_3383(kernels):
     """A batch of one inside another, 4 query heads on 2."""
     check(
-        native,
+        kernels,
         cases.Case(
             "vmap-gqa", batch=(3, 1), q_len=4, kv_len=4, num_heads=4, num_kv_heads=2
         ),

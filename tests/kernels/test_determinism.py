@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support import cases, native
+from tests.support import cases
 from tests.support.compare import assert_identical
 from tests.support.inputs import make_arguments, make_inputs
 from tests.support.kernel_check import run, run_case
@@ -23,19 +23,13 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def set_threads():
-    yield native.set_threads
-    native.set_threads(0)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_report_35_dao_ailab_429(case, set_threads):
+def test_report_35_dao_ailab_429(case, set_threads, kernels):
     set_threads(1)
-    expected = run_case(native, case)
+    expected = run_case(kernels, case)
     for threads in (1, 2, 5):
         set_threads(threads)
-        actual = run_case(native, case)
+        actual = run_case(kernels, case)
         for name, array in actual.present():
             assert_identical(
                 array,
@@ -45,13 +39,13 @@ def test_report_35_dao_ailab_429(case, set_threads):
             )
 
 
-def test_bits_do_not_depend_on_the_neighbours():
+def test_bits_do_not_depend_on_the_neighbours(kernels):
     """A batch element has the bits that it has alone, also in split kernels."""
     for q_len in (37, 5):
         case = cases.Case(f"neighbours-q{q_len}", batch=(3,), q_len=q_len, kv_len=300)
         inputs = make_inputs(case)
-        together = run(native, inputs, **case.options)
-        alone = run(native, type(inputs)(*(x[1:2] for x in inputs)), **case.options)
+        together = run(kernels, inputs, **case.options)
+        alone = run(kernels, type(inputs)(*(x[1:2] for x in inputs)), **case.options)
         for name, array in alone.present():
             assert_identical(
                 array, getattr(together, name)[1:2], name=name, context=case.context
@@ -59,7 +53,7 @@ def test_bits_do_not_depend_on_the_neighbours():
 
 
 @pytest.mark.parametrize("q_len", [37, 5])
-def test_features_do_not_depend_on_the_neighbours(q_len):
+def test_features_do_not_depend_on_the_neighbours(q_len, kernels):
     case = cases.Case(
         f"feature-neighbours-q{q_len}",
         batch=(3,),
@@ -69,9 +63,9 @@ def test_features_do_not_depend_on_the_neighbours(q_len):
         **cases.EVERYTHING | {"feature_batch": {}},
     )
     inputs, arguments = make_inputs(case), make_arguments(case)
-    together = run(native, inputs, **arguments)
+    together = run(kernels, inputs, **arguments)
     one = {n: x[1:2] if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-    alone = run(native, type(inputs)(*(x[1:2] for x in inputs)), **one)
+    alone = run(kernels, type(inputs)(*(x[1:2] for x in inputs)), **one)
     for name, array in alone.present():
         assert_identical(
             array, getattr(together, name)[1:2], name=name, context=case.context

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.support import cases, native, reference_f64, tolerances
+from tests.support import cases, reference_f64, tolerances
 from tests.support.compare import assert_identical
 from tests.support.inputs import make_inputs
 from tests.support.kernel_check import check, run, run_case
@@ -16,19 +16,19 @@ short_and_long = pytest.mark.parametrize("q_len", [37, 5])
 
 @dtypes
 @short_and_long
-def test_no_keys(dtype, q_len):
+def test_no_keys(dtype, q_len, kernels):
     case = cases.Case("no-keys", dtype=dtype, q_len=q_len, kv_len=0)
-    results = run(native, make_inputs(case), **case.options)
+    results = run(kernels, make_inputs(case), **case.options)
     assert (results.out == 0).all() and np.isneginf(results.logsumexp).all()
     assert (results.dquery == 0).all()
     assert results.dkey.size == results.dvalue.size == 0
 
 
 @dtypes
-def test_report_34_dao_ailab_2421(dtype):
+def test_report_34_dao_ailab_2421(dtype, kernels):
     """No queries at all: gradients of unused keys are 0, not what was in memory."""
     case = cases.Case("no-queries", dtype=dtype, q_len=0)
-    results = run(native, make_inputs(case), **case.options)
+    results = run(kernels, make_inputs(case), **case.options)
     assert results.out.shape == (2, 0, 6, 64)
     assert results.logsumexp.shape == (2, 6, 0)
     assert (results.dkey == 0).all() and (results.dvalue == 0).all()
@@ -45,9 +45,9 @@ def test_report_34_dao_ailab_2421(dtype):
     ],
     ids=str,
 )
-def test_nothing_at_all(sizes):
+def test_nothing_at_all(sizes, kernels):
     case = cases.Case("nothing", **sizes)
-    results = run(native, make_inputs(case), **case.options)
+    results = run(kernels, make_inputs(case), **case.options)
     assert all(x.size == 0 for _, x in results.present())
 
 
@@ -66,12 +66,12 @@ def test_nothing_at_all(sizes):
     ids=lambda case: case.id,
 )  # fmt: skip
 @dtypes
-def test_size_one(case, dtype):
-    check(native, dataclasses.replace(case, dtype=dtype))
+def test_size_one(case, dtype, kernels):
+    check(kernels, dataclasses.replace(case, dtype=dtype))
 
 
 @pytest.mark.parametrize("head_dim", range(1, 257, 17))
-def test_odd_head_dims(head_dim):
+def test_odd_head_dims(head_dim, kernels):
     """Both head dims walk through multiples of 8 and everything between them."""
     case = cases.Case(
         f"odd-d{head_dim}",
@@ -82,13 +82,13 @@ def test_odd_head_dims(head_dim):
         num_heads=2,
         num_kv_heads=1,
     )
-    check(native, case)
+    check(kernels, case)
 
 
 @dtypes
 @short_and_long
 @pytest.mark.parametrize("offset", [-1, -3, -31, -33, -36, -37, -100])
-def test_rows_without_keys(dtype, q_len, offset):
+def test_rows_without_keys(dtype, q_len, offset, kernels):
     case = cases.Case(
         f"no-key-rows{offset}-q{q_len}",
         dtype=dtype,
@@ -96,8 +96,8 @@ def test_rows_without_keys(dtype, q_len, offset):
         is_causal=True,
         q_offset=offset,
     )
-    check(native, case)
-    results = run(native, make_inputs(case), **case.options)
+    check(kernels, case)
+    results = run(kernels, make_inputs(case), **case.options)
     hidden = slice(0, min(-offset, q_len))
     assert (results.out[:, hidden] == 0).all()
     assert np.isneginf(results.logsumexp[..., hidden]).all()
@@ -108,12 +108,12 @@ def test_rows_without_keys(dtype, q_len, offset):
 
 @short_and_long
 @pytest.mark.parametrize("offset", [53, 1000, 2**31 - 1, 2**31, 2**40, 2**63 - 1])
-def test_large_offset_is_no_mask(q_len, offset):
+def test_large_offset_is_no_mask(q_len, offset, kernels):
     case = cases.Case("offset", q_len=q_len)
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
+    expected = run(kernels, inputs, **case.options)
     actual = run(
-        native, inputs, **case.options | {"is_causal": True, "q_offset": offset}
+        kernels, inputs, **case.options | {"is_causal": True, "q_offset": offset}
     )
     for name, array in actual.present():
         assert_identical(
@@ -123,20 +123,20 @@ def test_large_offset_is_no_mask(q_len, offset):
 
 @short_and_long
 @pytest.mark.parametrize("offset", [-(2**31), -(2**31) - 1, -(2**40), -(2**63)])
-def test_very_negative_offset_hides_all(q_len, offset):
+def test_very_negative_offset_hides_all(q_len, offset, kernels):
     case = cases.Case("offset", q_len=q_len, is_causal=True, q_offset=offset)
-    results = run(native, make_inputs(case), **case.options)
+    results = run(kernels, make_inputs(case), **case.options)
     assert np.isneginf(results.logsumexp).all()
     for name in ("out", "dquery", "dkey", "dvalue"):
         assert (getattr(results, name) == 0).all(), name
 
 
 @short_and_long
-def test_offset_without_causal_does_nothing(q_len):
+def test_offset_without_causal_does_nothing(q_len, kernels):
     case = cases.Case("offset-unused", q_len=q_len)
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
-    actual = run(native, inputs, **case.options | {"q_offset": -7})
+    expected = run(kernels, inputs, **case.options)
+    actual = run(kernels, inputs, **case.options | {"q_offset": -7})
     for name, array in actual.present():
         assert_identical(array, getattr(expected, name), name=name, context=case.id)
 
@@ -157,22 +157,28 @@ EVERYTHING = cases.EVERYTHING | {"feature_batch": {}}
     ],
     ids=str,
 )
-def test_nothing_with_every_feature(sizes, dtype):
+def test_nothing_with_every_feature(sizes, dtype, kernels):
     """Whatever has elements has zeros, and gradients that nothing adds to are 0."""
     case = cases.Case("nothing-of-everything", dtype=dtype, **sizes | EVERYTHING)
-    results = run_case(native, case)
+    results = run_case(kernels, case)
     assert np.isneginf(results.logsumexp).all()
     for name, array in results.present():
         if name != "logsumexp":
             assert (array == 0).all(), name
 
 
-def test_gradients_summed_over_an_empty_batch_are_zero():
+@pytest.mark.parametrize(
+    ("batch", "summed"),
+    [((0,), (1,)), ((2, 0), (2, 1)), ((0, 2), (1, 2))],  # of the operands
+    ids=str,
+)
+def test_gradients_summed_over_an_empty_batch_are_zero(batch, summed, kernels):
+    """Every element is there, those of a dimension that is not summed too."""
     case = cases.Case(
-        "empty-batch", batch=(0,), bias="float32", sinks=True, slopes=True,
-        feature_batch={"bias": (1,), "sinks": (1,), "alibi_slopes": (1,)},
+        "empty-batch", batch=batch, bias="float32", sinks=True, slopes=True,
+        feature_batch={"bias": summed, "sinks": summed, "alibi_slopes": summed},
     )  # fmt: skip
-    results = run_case(native, case)
+    results = run_case(kernels, case)
     for array in (results.dbias, results.dsinks, results.dslopes):
         assert array.size and (array == 0).all()
 
@@ -191,15 +197,15 @@ def test_gradients_summed_over_an_empty_batch_are_zero():
     ids=str,
 )  # fmt: skip
 @dtypes
-def test_size_one_with_every_feature(sizes, dtype):
+def test_size_one_with_every_feature(sizes, dtype, kernels):
     features = EVERYTHING | {"q_offset": 0, "bias_values": "normal"}
-    check(native, cases.Case("one-of-everything", dtype=dtype, **sizes | features))
+    check(kernels, cases.Case("one-of-everything", dtype=dtype, **sizes | features))
 
 
 @short_and_long
 @pytest.mark.parametrize("offset", [-(2**31), -(2**31) + 1, 2**31 - 1, 2**30])
 @pytest.mark.parametrize("window", [None, (2**40, 3), (5, 2**62), (2**62, 2**62)])
-def test_extreme_offsets_as_operand(q_len, offset, window):
+def test_extreme_offsets_as_operand(q_len, offset, window, kernels):
     """Positions do not wrap round: every key is in the past, or none is."""
     for is_causal in (False, True):
         case = cases.Case(
@@ -209,12 +215,12 @@ def test_extreme_offsets_as_operand(q_len, offset, window):
         offsets = np.array([offset, offset], np.int32)
         options = case.options | {"q_offset": offsets}
         expected = reference_f64.attention(*inputs.operands, **options)
-        out, logsumexp = native.run_forward(*inputs.operands, **options)
+        out, logsumexp = kernels.run_forward(*inputs.operands, **options)
         np.testing.assert_allclose(out, expected.out, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(
             np.isneginf(logsumexp), np.isneginf(expected.logsumexp)
         )
-        results = run(native, inputs, **options)
+        results = run(kernels, inputs, **options)
         gradients = reference_f64.attention_gradients(
             *inputs.operands, inputs.dout, inputs.dlogsumexp, **options
         )
@@ -224,12 +230,12 @@ def test_extreme_offsets_as_operand(q_len, offset, window):
 @short_and_long
 @pytest.mark.parametrize("length", [-(2**31), -1, 0, 2**31 - 1])
 @pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
-def test_lengths_out_of_range(name, length, q_len):
+def test_lengths_out_of_range(name, length, q_len, kernels):
     """Below 0 is 0; above the length is all."""
     case = cases.Case("length", q_len=q_len)
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
-    actual = run(native, inputs, **case.options | {name: np.array([length], np.int32)})
+    expected = run(kernels, inputs, **case.options)
+    actual = run(kernels, inputs, **case.options | {name: np.array([length], np.int32)})
     for result, array in actual.present():
         if length > 0:
             assert_identical(

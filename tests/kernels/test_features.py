@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.support import cases, native, reference_f64, tolerances
+from tests.support import cases, reference_f64, tolerances
 from tests.support.cases import DIFFERENTIABLE
 from tests.support.compare import assert_identical
 from tests.support.inputs import make_arguments, make_features, make_inputs
@@ -38,18 +38,18 @@ def _ones(dims):
 
 
 @pytest.mark.parametrize("case", cases.FEATURES, ids=_id)
-def test_feature(case):
-    check(native, case)
+def test_feature(case, kernels):
+    check(kernels, case)
 
 
 @pytest.mark.parametrize("case", cases.SHARED, ids=lambda c: f"{c.id}-q{c.q_len}")
-def test_shared_over_batch_dims(case):
-    check(native, case)
+def test_shared_over_batch_dims(case, kernels):
+    check(kernels, case)
 
 
 @pytest.mark.parametrize("case", cases.pairwise_features(), ids=_id)
-def test_pairwise(case):
-    check(native, case)
+def test_pairwise(case, kernels):
+    check(kernels, case)
 
 
 def test_every_pair_of_features_has_a_case():
@@ -72,7 +72,7 @@ def test_the_cases_are_not_hidden_away():
 
 @short_and_long
 @pytest.mark.parametrize("ones", _ones("bnts"))
-def test_every_broadcast_of_bias_and_its_gradient(ones, q_len):
+def test_every_broadcast_of_bias_and_its_gradient(ones, q_len, kernels):
     number = _ones("bnts").index(ones)
     case = cases.Case(
         f"bias-over-{ones}-q{q_len}",
@@ -83,12 +83,12 @@ def test_every_broadcast_of_bias_and_its_gradient(ones, q_len):
         feature_batch={"bias": (1,)} if "b" in ones else {},
         **SMALL,
     )
-    check(native, case)
+    check(kernels, case)
 
 
 @short_and_long
 @pytest.mark.parametrize("operand", ["bias", "mask"])
-def test_every_broadcast_has_the_bits_of_its_copy(operand, q_len):
+def test_every_broadcast_has_the_bits_of_its_copy(operand, q_len, kernels):
     """A mask or bias with dims of 1, a broadcast view and a copy say the same."""
     for ones in _ones("bnts"):
         case = cases.Case(
@@ -102,11 +102,11 @@ def test_every_broadcast_has_the_bits_of_its_copy(operand, q_len):
             **SMALL,
         )
         inputs, arguments = make_inputs(case), make_arguments(case)
-        expected = run(native, inputs, **arguments)
+        expected = run(kernels, inputs, **arguments)
         shape = (*case.batch, case.num_heads, case.q_len, case.kv_len)
         view = np.broadcast_to(arguments[operand], shape)
         for other in (view, np.ascontiguousarray(view)):
-            actual = run(native, inputs, **arguments | {operand: other})
+            actual = run(kernels, inputs, **arguments | {operand: other})
             for name in ("out", "logsumexp", "dquery", "dkey", "dvalue"):
                 assert_identical(
                     getattr(actual, name),
@@ -118,7 +118,7 @@ def test_every_broadcast_has_the_bits_of_its_copy(operand, q_len):
 
 @short_and_long
 @pytest.mark.parametrize("of", DIFFERENTIABLE.values())
-def test_gradient_of_a_shared_operand_per_batch_element(of, q_len):
+def test_gradient_of_a_shared_operand_per_batch_element(of, q_len, kernels):
     """vmap asks for it: full in some batch dims that the operand is shared over."""
     batch = (2, 3)
     case = cases.Case(
@@ -133,13 +133,13 @@ def test_gradient_of_a_shared_operand_per_batch_element(of, q_len):
         **SMALL,
     )
     inputs, arguments = make_inputs(case), make_arguments(case)
-    saved = native.run_forward(*inputs.operands, **arguments)
+    saved = kernels.run_forward(*inputs.operands, **arguments)
     operand = arguments[of]
     (name,) = (n for n, o in DIFFERENTIABLE.items() if o == of)
     for full in itertools.product((False, True), repeat=2):
         shape = tuple(n if f else 1 for n, f in zip(batch, full)) + operand.shape[2:]
         operands = (*inputs.operands, *saved, inputs.dout, inputs.dlogsumexp)
-        actual = native.run_gradient(of, *operands, shape=shape, **arguments)
+        actual = kernels.run_gradient(of, *operands, shape=shape, **arguments)
         wide = arguments | {of: np.broadcast_to(operand, shape)}
         expected = reference_f64.attention_gradients(
             *inputs.operands, inputs.dout, inputs.dlogsumexp, **wide
@@ -150,7 +150,7 @@ def test_gradient_of_a_shared_operand_per_batch_element(of, q_len):
 
 @pytest.mark.parametrize("dtype", tolerances.DTYPES)
 @short_and_long
-def test_many_summed_parts(dtype, q_len):
+def test_many_summed_parts(dtype, q_len, kernels):
     """Sums long enough to be cut: over batch, heads, queries and keys."""
     for ones in ("nt", "nts", "ts"):
         case = cases.Case(
@@ -168,11 +168,11 @@ def test_many_summed_parts(dtype, q_len):
             sinks=True,
             feature_batch={"bias": (1,), "alibi_slopes": (1,), "sinks": (1,)},
         )
-        check(native, case)
+        check(kernels, case)
 
 
 @short_and_long
-def test_lengths_are_a_mask(q_len):
+def test_lengths_are_a_mask(q_len, kernels):
     case = cases.Case(
         f"lengths-q{q_len}",
         batch=(4,),
@@ -185,24 +185,24 @@ def test_lengths_are_a_mask(q_len):
     mask = (
         np.arange(q_len)[:, None] < features["query_seq_lengths"][:, None, None, None]
     ) & (np.arange(41) < features["key_value_seq_lengths"][:, None, None, None])
-    _assert_same(case, {"mask": mask})
+    _assert_same(kernels, case, {"mask": mask})
 
 
 @short_and_long
-def test_segments_are_a_mask(q_len):
+def test_segments_are_a_mask(q_len, kernels):
     case = cases.Case(f"segments-q{q_len}", q_len=q_len, segments="packed", **SMALL)
     features = make_features(case)
     mask = (
         features["q_segment_ids"][:, None, :, None]
         == features["kv_segment_ids"][:, None, None, :]
     )
-    _assert_same(case, {"mask": mask})
+    _assert_same(kernels, case, {"mask": mask})
 
 
 @short_and_long
 @pytest.mark.parametrize("window", [(3, 2), (None, 4), (6, None), (0, 0), (None, None)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_windows_are_a_mask(window, is_causal, q_len):
+def test_windows_are_a_mask(window, is_causal, q_len, kernels):
     case = cases.Case(
         f"window-{window}-{is_causal}-q{q_len}",
         q_len=q_len,
@@ -215,31 +215,34 @@ def test_windows_are_a_mask(window, is_causal, q_len):
     left, right = (10**6 if n is None else n for n in window)
     mask = (distance <= left) & (distance >= (0 if is_causal else -right))
     _assert_same(
-        case, {"mask": mask[None, None]}, {"is_causal": False, "sliding_window": None}
+        kernels,
+        case,
+        {"mask": mask[None, None]},
+        {"is_causal": False, "sliding_window": None},
     )
 
 
-def _assert_same(case, other, without=None):
+def _assert_same(kernels, case, other, without=None):
     """The case has the bits of one that has `other` instead of its features."""
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options | (without or {}) | other)
-    for name, actual in run_case(native, case).present():
+    expected = run(kernels, inputs, **case.options | (without or {}) | other)
+    for name, actual in run_case(kernels, case).present():
         assert_identical(
             actual, getattr(expected, name), name=name, context=case.context
         )
 
 
 @short_and_long
-def test_an_operand_offset_is_an_offset(q_len):
+def test_an_operand_offset_is_an_offset(q_len, kernels):
     """One offset for all, per batch element or static: the same bits."""
     case = cases.Case(
         f"offsets-q{q_len}", q_len=q_len, is_causal=True, sliding_window=(9, None),
         slopes=True, q_offset=6, **SMALL,
     )  # fmt: skip
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(kernels, inputs, **arguments)
     for offset in (np.array([6], np.int32), np.array([6, 6], np.int32)):
-        actual = run(native, inputs, **arguments | {"q_offset": offset})
+        actual = run(kernels, inputs, **arguments | {"q_offset": offset})
         for name, array in actual.present():
             assert_identical(
                 array, getattr(expected, name), name=name, context=case.context
@@ -247,11 +250,11 @@ def test_an_operand_offset_is_an_offset(q_len):
 
 
 @short_and_long
-def test_scores_that_do_nothing(q_len):
+def test_scores_that_do_nothing(q_len, kernels):
     """Features in a value without effect: 0, everything, no limit."""
     case = cases.Case(f"nothing-q{q_len}", q_len=q_len, **SMALL)
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
+    expected = run(kernels, inputs, **case.options)
     whole = np.array([[q_len + 3]], np.int32).reshape(1)
     for options in [
         {"mask": np.ones((1, 1, 1, 1), bool)},
@@ -262,7 +265,7 @@ def test_scores_that_do_nothing(q_len):
          "kv_segment_ids": np.full((2, 41), -5, np.int32)},
         {"sinks": np.full((1, 4), -np.inf, np.float32)},
     ]:  # fmt: skip
-        actual = run(native, inputs, **case.options | options)
+        actual = run(kernels, inputs, **case.options | options)
         for name in ("out", "logsumexp", "dquery", "dkey", "dvalue"):
             assert_identical(
                 getattr(actual, name),
@@ -285,7 +288,7 @@ def test_scores_that_do_nothing(q_len):
     ],
     ids=" ".join,
 )
-def test_rows_whose_logsumexp_holds_no_sum(features, bias, q_len):
+def test_rows_whose_logsumexp_holds_no_sum(features, bias, q_len, kernels):
     """All scores of a row are equal and huge: float32 has lost log(sum) beside them."""
     case = cases.Case(
         f"huge-rows-{'-'.join(features)}-q{q_len}",
@@ -295,17 +298,17 @@ def test_rows_whose_logsumexp_holds_no_sum(features, bias, q_len):
         **features,
         **SMALL,
     )
-    check(native, case)
+    check(kernels, case)
 
 
 @short_and_long
-def test_dropout_does_not_depend_on_the_neighbours(q_len):
+def test_dropout_does_not_depend_on_the_neighbours(q_len, kernels):
     """An element's bits are its own: alone, in a batch, with fewer heads."""
     case = cases.Case(
         f"dropout-alone-q{q_len}", batch=(3,), q_len=q_len, dropout_rate=0.4, **SMALL
     )
     inputs, arguments = make_inputs(case), make_arguments(case)
-    together = run(native, inputs, **arguments)
+    together = run(kernels, inputs, **arguments)
     one, heads, kv_heads = slice(1, 2), slice(2, 4), slice(1, 2)
     part = type(inputs)(
         inputs.query[one, :, heads],
@@ -315,7 +318,7 @@ def test_dropout_does_not_depend_on_the_neighbours(q_len):
         inputs.dlogsumexp[one, heads],
     )
     alone = run(
-        native,
+        kernels,
         part,
         **case.options,
         dropout_key=arguments["dropout_key"][one],
@@ -334,14 +337,14 @@ def test_dropout_does_not_depend_on_the_neighbours(q_len):
 
 
 @short_and_long
-def test_dropout_of_everything_but_chance(q_len):
+def test_dropout_of_everything_but_chance(q_len, kernels):
     """A rate near 1 drops nearly all, one near 0 nearly none; logsumexp never cares."""
     case = cases.Case(f"dropout-rates-q{q_len}", q_len=q_len, **SMALL)
     inputs = make_inputs(case)
-    plain = run(native, inputs, **case.options)
+    plain = run(kernels, inputs, **case.options)
     features = make_features(dataclasses.replace(case, dropout_rate=0.5))
     for rate in (1e-12, 1 - 1e-7):
-        out, logsumexp = native.run_forward(
+        out, logsumexp = kernels.run_forward(
             *inputs.operands, **case.options, **features, dropout_rate=rate
         )
         assert_identical(logsumexp, plain.logsumexp, name="logsumexp", context=case.id)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import cases, native, tolerances
+from tests.support import cases, tolerances
 from tests.support.kernel_check import check
 
 _REPORTED = 5
@@ -11,12 +11,12 @@ _REPORTED = 5
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", tolerances.DTYPES)
-def test_grid(dtype, head_dim):
+def test_grid(dtype, head_dim, kernels):
     failures, count = [], 0
     for case in cases.grid(dtype, head_dim):
         count += 1
         try:
-            check(native, case)
+            check(kernels, case)
         except AssertionError as failure:
             failures.append(str(failure))
     assert not failures, (

@@ -53,7 +53,7 @@ def _spread(array, axis):
 @pytest.mark.parametrize(
     "far", [*native.BACKWARD_OPERANDS, *(f"result-{n}" for n in (*FORWARD, *BACKWARD))]
 )
-def test_far_strides(far, axis, q_len):
+def test_far_strides(far, axis, q_len, kernels, backend):
     case = cases.Case(
         f"far-q{q_len}",
         dtype="float16",
@@ -65,7 +65,7 @@ def test_far_strides(far, axis, q_len):
         is_causal=True,
     )
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
+    expected = run(kernels, inputs, **case.options)
     forward = dict(zip(native.FORWARD_OPERANDS, inputs.operands))
     saved = {"out": expected.out, "logsumexp": expected.logsumexp}
     cotangents = {"dout": inputs.dout, "dlogsumexp": inputs.dlogsumexp}
@@ -82,7 +82,7 @@ def test_far_strides(far, axis, q_len):
             operands = operands | {far: _spread(operands[far], axis)}
         else:
             continue  # this pass has no such tensor
-        problem = native.make_problem(operands, **case.options)
+        problem = native.make_problem(operands, backend=backend, **case.options)
         for name, result in results.items():
             setattr(problem, name, native.make_tensor(name, result, case.batch))
         native.call(function, problem)
@@ -95,7 +95,7 @@ def test_far_strides(far, axis, q_len):
             )
 
 
-def test_more_than_2_31_scores():
+def test_more_than_2_31_scores(kernels):
     """q_len * kv_len beyond 2**31, of which the causal mask leaves a corner."""
     length, seen = 50_000, 70
     case = cases.Case(
@@ -110,7 +110,7 @@ def test_more_than_2_31_scores():
         q_offset=seen - length,
     )
     inputs = make_inputs(case)
-    results = run(native, inputs, **case.options)
+    results = run(kernels, inputs, **case.options)
     rows, keys = slice(length - seen, None), slice(0, seen)
     corner = {
         "query": inputs.query[rows],
@@ -150,7 +150,7 @@ def test_more_than_2_31_scores():
 
 
 @pytest.mark.parametrize("q_len", [33, 5])
-def test_report_25_mlx_2894(q_len):
+def test_report_25_mlx_2894(q_len, kernels):
     """64-bit offsets: every operand of a feature, far along each axis."""
     case = cases.Case(
         f"far-features-q{q_len}",
@@ -163,12 +163,12 @@ def test_report_25_mlx_2894(q_len):
         **cases.EVERYTHING | {"feature_batch": {}, "mask_ones": ""},
     )
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(kernels, inputs, **arguments)
     for name in case.features:
         array = arguments[name]
         for axis in range(array.ndim - (name in ("bias", "mask", "dropout_key"))):
             far = arguments | {name: _spread(array, axis)}
-            for result, actual in run(native, inputs, **far).present():
+            for result, actual in run(kernels, inputs, **far).present():
                 assert_identical(
                     actual,
                     getattr(expected, result),
@@ -179,19 +179,19 @@ def test_report_25_mlx_2894(q_len):
 
 @pytest.mark.parametrize("q_len", [33, 5])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_far_gradients_of_features(name, q_len):
+def test_far_gradients_of_features(name, q_len, kernels, backend):
     case = cases.Case(
         f"far-gradient-q{q_len}", q_len=q_len, kv_len=34, num_heads=4, num_kv_heads=2,
         head_dim=16, bias="float16", sinks=True, slopes=True,
     )  # fmt: skip
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(kernels, inputs, **arguments)
     of, wanted = DIFFERENTIABLE[name], getattr(expected, name)
     values = (*inputs.operands, expected.out, expected.logsumexp)
     values += (inputs.dout, inputs.dlogsumexp)
     operands = dict(zip(native.BACKWARD_OPERANDS, values))
     for axis in range(wanted.ndim - (of == "bias")):
-        problem = native.make_problem(operands, **arguments)
+        problem = native.make_problem(operands, backend=backend, **arguments)
         native.attach_gradient(problem, of, arguments[of])
         far = _spread(np.full_like(wanted, np.nan), axis)
         problem.gradient = native.make_tensor(of, far, case.batch)
@@ -201,7 +201,7 @@ def test_far_gradients_of_features(name, q_len):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operand", ["mask", "bias"])
-def test_report_25_mlx_2894_whole(operand):
+def test_report_25_mlx_2894_whole(operand, kernels):
     """A dense mask or bias of [1, 1, 46400, 46400] that shows a corner.
 
     Its pages exist only where something is visible. (A bias of float16, whose zeros are
@@ -233,9 +233,9 @@ def test_report_25_mlx_2894_whole(operand):
         options = {"is_causal": True}
     array[..., rows, keys] = corner
     whole[operand] = array
-    out, logsumexp = native.run_forward(*inputs.operands, **whole)
+    out, logsumexp = kernels.run_forward(*inputs.operands, **whole)
     # No gradient of the bias: it would have so many elements that exist.
-    dquery, dkey, dvalue = native.run_backward(
+    dquery, dkey, dvalue = kernels.run_backward(
         *inputs.operands, out, logsumexp, inputs.dout, inputs.dlogsumexp, **whole
     )
     few = [x[:, part] for x, part in zip(inputs, (rows, keys, keys, rows))]

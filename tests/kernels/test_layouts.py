@@ -74,9 +74,9 @@ def _laid_out(name, array, layout, fill=np.nan):
 
 @layouts
 @shapes
-def test_strided_operands(case, layout):
+def test_strided_operands(case, layout, kernels):
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
+    expected = run(kernels, inputs, **case.options)
     operands = {
         **inputs._asdict(),
         "out": expected.out,
@@ -84,10 +84,10 @@ def test_strided_operands(case, layout):
     }
     strided = {n: _laid_out(n, x, layout) for n, x in operands.items()}
     assert any(x.strides != operands[n].strides for n, x in strided.items())
-    forward = native.run_forward(
+    forward = kernels.run_forward(
         *(strided[n] for n in native.FORWARD_OPERANDS), **case.options
     )
-    backward = native.run_backward(
+    backward = kernels.run_backward(
         *(strided[n] for n in native.BACKWARD_OPERANDS), **case.options
     )
     for name, actual in zip((*FORWARD, *BACKWARD), (*forward, *backward)):
@@ -97,10 +97,10 @@ def test_strided_operands(case, layout):
 
 
 @shapes
-def test_report_33_dao_ailab_818(case):
+def test_report_33_dao_ailab_818(case, kernels):
     """Nobody may take the strides of one operand for those of another."""
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
+    expected = run(kernels, inputs, **case.options)
     operands = {
         **inputs._asdict(),
         "out": expected.out,
@@ -108,7 +108,7 @@ def test_report_33_dao_ailab_818(case):
     }
     for name in native.BACKWARD_OPERANDS:
         changed = operands | {name: _laid_out(name, operands[name], _every_other_row)}
-        actual = native.run_backward(
+        actual = kernels.run_backward(
             *(changed[n] for n in native.BACKWARD_OPERANDS), **case.options
         )
         for result, a in zip(BACKWARD, actual):
@@ -122,9 +122,9 @@ def test_report_33_dao_ailab_818(case):
 
 @layouts
 @shapes
-def test_strided_results(case, layout):
+def test_strided_results(case, layout, kernels, backend):
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
+    expected = run(kernels, inputs, **case.options)
     forward = dict(zip(native.FORWARD_OPERANDS, inputs.operands))
     saved = {"out": expected.out, "logsumexp": expected.logsumexp}
     cotangents = {"dout": inputs.dout, "dlogsumexp": inputs.dlogsumexp}
@@ -132,7 +132,7 @@ def test_strided_results(case, layout):
         ("jfm_attention_forward", forward, FORWARD),
         ("jfm_attention_backward", forward | saved | cotangents, BACKWARD),
     ]:
-        problem = native.make_problem(operands, **case.options)
+        problem = native.make_problem(operands, backend=backend, **case.options)
         results = {}
         for name in names:
             empty = np.full_like(getattr(expected, name), np.nan)
@@ -160,7 +160,7 @@ def _assert_guard(view, name):
 @pytest.mark.parametrize("kv_len", [38, 39, 70])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("q_len", [1, 5, 8, 9])
-def test_report_30_pytorch_169222(q_len, kv_len, head_dim):
+def test_report_30_pytorch_169222(q_len, kv_len, head_dim, kernels):
     """Nothing is read behind the end: tails of blocks, NaN right behind every row."""
     case = cases.Case(
         f"behind-the-end-q{q_len}-k{kv_len}-d{head_dim}",
@@ -173,28 +173,28 @@ def test_report_30_pytorch_169222(q_len, kv_len, head_dim):
         head_dim=head_dim,
     )
     inputs = make_inputs(case)
-    expected = run(native, inputs, **case.options)
+    expected = run(kernels, inputs, **case.options)
     strided = inputs._replace(
         **{
             name: _laid_out(name, getattr(inputs, name), _padded_width)
             for name in inputs._fields
         }
     )
-    for name, actual in run(native, strided, **case.options).present():
+    for name, actual in run(kernels, strided, **case.options).present():
         assert_identical(
             actual, getattr(expected, name), name=name, context=case.context
         )
 
 
-def test_report_29_pytorch_163597():
+def test_report_29_pytorch_163597(kernels):
     """Permuted tiny heads: batch 84, 3 rows, 3 heads, all permuted."""
     case = cases.Case(
         "permuted", batch=(84,), q_len=3, kv_len=3, num_heads=3, num_kv_heads=3
     )
-    check(native, case)
+    check(kernels, case)
     inputs = make_inputs(case)
-    expected = native.run_forward(*inputs.operands)
-    actual = native.run_forward(*(_heads_first(x, None) for x in inputs.operands))
+    expected = kernels.run_forward(*inputs.operands)
+    actual = kernels.run_forward(*(_heads_first(x, None) for x in inputs.operands))
     for name, a, e in zip(FORWARD, actual, expected):
         assert_identical(a, e, name=name, context=case.id)
 
@@ -232,14 +232,14 @@ def _axes_of(name, array):
 
 
 @with_features
-def test_strided_features(case):
+def test_strided_features(case, kernels):
     """Each operand with each of its axes stretched, alone."""
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(kernels, inputs, **arguments)
     for name in case.features:
         for axis in _axes_of(name, arguments[name]):
             view = _every_other(arguments[name], axis)
-            actual = run(native, inputs, **arguments | {name: view})
+            actual = run(kernels, inputs, **arguments | {name: view})
             for result, array in actual.present():
                 assert_identical(
                     array,
@@ -251,15 +251,15 @@ def test_strided_features(case):
 
 @with_features
 @pytest.mark.parametrize("operand", ["bias", "mask"])
-def test_transposed_heads_and_batch(operand, case):
+def test_transposed_heads_and_batch(operand, case, kernels):
     """Heads outermost in memory, as a transposed view."""
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(kernels, inputs, **arguments)
     array = arguments[operand]
     for order in [(2, 0, 1, 3, 4), (1, 0, 2, 3, 4), (3, 2, 1, 0, 4)]:
         back = np.argsort(order)
         view = np.ascontiguousarray(array.transpose(order)).transpose(back)
-        actual = run(native, inputs, **arguments | {operand: view})
+        actual = run(kernels, inputs, **arguments | {operand: view})
         for result, got in actual.present():
             assert_identical(
                 got, getattr(expected, result), name=result, context=case.context
@@ -268,16 +268,16 @@ def test_transposed_heads_and_batch(operand, case):
 
 @with_features
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_strided_gradients_of_features(name, case):
+def test_strided_gradients_of_features(name, case, kernels, backend):
     """Into every other element along each axis; the others keep what they had."""
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(kernels, inputs, **arguments)
     of, wanted = DIFFERENTIABLE[name], getattr(expected, name)
     values = (*inputs.operands, expected.out, expected.logsumexp)
     values += (inputs.dout, inputs.dlogsumexp)
     operands = dict(zip(native.BACKWARD_OPERANDS, values))
     for axis in _axes_of(of, wanted):
-        problem = native.make_problem(operands, **arguments)
+        problem = native.make_problem(operands, backend=backend, **arguments)
         native.attach_gradient(problem, of, arguments[of])
         shape = list(wanted.shape)
         shape[axis] *= 2
@@ -294,13 +294,13 @@ def test_strided_gradients_of_features(name, case):
 
 
 @pytest.mark.parametrize("q_len", [37, 5])
-def test_nothing_of_a_feature_is_read_behind_the_end(q_len):
+def test_nothing_of_a_feature_is_read_behind_the_end(q_len, kernels):
     """Bias and mask that end with their memory's page; ids that end before poison."""
     case = cases.Case(f"feature-end-q{q_len}", batch=(1,), q_len=q_len, kv_len=39,
                       num_heads=2, num_kv_heads=1, head_dim=16, mask="random",
                       bias="float32", segments="packed")  # fmt: skip
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(kernels, inputs, **arguments)
     padded = {
         "bias": np.full((1, 2, q_len + 30, 39 + 30), np.nan, np.float32),
         "mask": np.ones((1, 2, q_len + 30, 39 + 30), bool),
@@ -308,7 +308,7 @@ def test_nothing_of_a_feature_is_read_behind_the_end(q_len):
     for name, memory in padded.items():
         memory[..., :q_len, :39] = arguments[name]
         view = memory[..., :q_len, :39]
-        actual = run(native, inputs, **arguments | {name: view})
+        actual = run(kernels, inputs, **arguments | {name: view})
         for result, array in actual.present():
             assert_identical(
                 array, getattr(expected, result), name=result, context=case.context

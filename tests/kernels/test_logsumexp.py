@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.support import cases, native, reference_f64, tolerances
+from tests.support import cases, reference_f64, tolerances
 from tests.support.compare import assert_matches
 from tests.support.inputs import make_inputs
 from tests.support.kernel_check import BACKWARD, KIND, run
@@ -17,10 +17,10 @@ all_shapes = pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
 
 
 @all_shapes
-def test_gradient_of_logsumexp_alone(case):
+def test_gradient_of_logsumexp_alone(case, kernels):
     inputs = make_inputs(case)
     inputs = inputs._replace(dout=np.zeros_like(inputs.dout))
-    results = run(native, inputs, **case.options)
+    results = run(kernels, inputs, **case.options)
     expected = reference_f64.attention_gradients(
         *inputs.operands, inputs.dout, inputs.dlogsumexp, **case.options
     )
@@ -38,11 +38,11 @@ def test_gradient_of_logsumexp_alone(case):
 
 
 @pytest.mark.parametrize("q_len", [9, 2])
-def test_one_key_gives_its_score(q_len):
+def test_one_key_gives_its_score(q_len, kernels):
     """The natural logarithm of one exponential: the scaled score itself."""
     case = cases.Case(f"one-key-q{q_len}", q_len=q_len, kv_len=1, scale=0.7)
     inputs = make_inputs(case)
-    out, logsumexp = native.run_forward(*inputs.operands, **case.options)
+    out, logsumexp = kernels.run_forward(*inputs.operands, **case.options)
     query = inputs.query.astype(np.float64).reshape(2, q_len, 3, 2, 64)
     score = np.float32(0.7) * np.einsum("btkgh,bskh->bkgt", query, inputs.key)
     assert_matches(
@@ -60,14 +60,14 @@ def test_one_key_gives_its_score(q_len):
 
 
 @pytest.mark.parametrize("q_len", [37, 5])
-def test_partial_results_merge(q_len):
+def test_partial_results_merge(q_len, kernels):
     """Attention over two parts of the keys, merged by logsumexp, is that over all."""
     case = cases.Case(f"merge-q{q_len}", q_len=q_len)
     inputs = make_inputs(case)
     parts = []
     for keys in (slice(0, 20), slice(20, None)):
         key, value = inputs.key[:, keys], inputs.value[:, keys]
-        parts.append(native.run_forward(inputs.query, key, value, **case.options))
+        parts.append(kernels.run_forward(inputs.query, key, value, **case.options))
     outs, logsumexps = (np.stack(x).astype(np.float64) for x in zip(*parts))
     total = np.logaddexp(*logsumexps)
     weights = np.swapaxes(np.exp(logsumexps - total), -1, -2)[..., None]

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.support import cases, native, reference_f64
+from tests.support import cases, reference_f64
 from tests.support.compare import assert_identical
 from tests.support.inputs import make_arguments, make_inputs
 from tests.support.kernel_check import (
@@ -49,38 +49,38 @@ all_cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("operand", [*KEY_SIDE, *QUERY_SIDE])
 @all_cases
-def test_spoils_only_what_sees_it(case, operand, value):
+def test_spoils_only_what_sees_it(case, operand, value, kernels):
     length = case.kv_len if operand in KEY_SIDE else case.q_len
     positions = sorted({0, 1, length // 2, length - 2, length - 1})
-    check_poison(native, case, *(Poison(operand, i, value) for i in positions))
+    check_poison(kernels, case, *(Poison(operand, i, value) for i in positions))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("operand", [*KEY_SIDE, *QUERY_SIDE])
 @pytest.mark.parametrize("index", [0, 2, 5])
-def test_in_other_dtypes(index, operand, dtype):
+def test_in_other_dtypes(index, operand, dtype, kernels):
     case = dataclasses.replace(CASES[index], dtype=dtype)
     length = case.kv_len if operand in KEY_SIDE else case.q_len
     check_poison(
-        native, case, *(Poison(operand, length // 2, x) for x in (np.nan, np.inf))
+        kernels, case, *(Poison(operand, length // 2, x) for x in (np.nan, np.inf))
     )
 
 
 @pytest.mark.parametrize("component", [0, 7, 31, 38, 39])
 @pytest.mark.parametrize("operand", ["query", "key", "value", "dout"])
-def test_one_component_is_enough(operand, component):
+def test_one_component_is_enough(operand, component, kernels):
     """head_dim 40: also in the tail that fills no fragment."""
     for case in (
         CASES[0],
         cases.Case("one-component", q_len=6, kv_len=70, head_dim=40),
     ):
-        check_poison(native, case, Poison(operand, 4, np.nan, component))
+        check_poison(kernels, case, Poison(operand, 4, np.nan, component))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e4])
 @pytest.mark.parametrize("q_len", [40, 6])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_all_that_is_hidden(dtype, q_len, value):
+def test_all_that_is_hidden(dtype, q_len, value, kernels):
     """Every key that no row sees and every row that sees no key, all at once."""
     for offset in (-3, 0, 20):
         case = cases.Case(
@@ -100,19 +100,19 @@ def test_all_that_is_hidden(dtype, q_len, value):
         dirty.query[:, blind] = value
         dirty.dout[:, blind] = value
         dirty.dlogsumexp[..., blind] = value
-        expected = run(native, clean, **case.options)
-        actual = run(native, dirty, **case.options)
+        expected = run(kernels, clean, **case.options)
+        actual = run(kernels, dirty, **case.options)
         for name, array in actual.present():
             context = f"{case.context}, hidden {value}"
             assert_identical(array, getattr(expected, name), name=name, context=context)
 
 
 @pytest.mark.parametrize("q_len", [37, 5])
-def test_all_nan_gives_all_nan(q_len):
+def test_all_nan_gives_all_nan(q_len, kernels):
     case = cases.Case(f"all-nan-q{q_len}", q_len=q_len)
     inputs = make_inputs(case)
     inputs = type(inputs)(*(np.full_like(x, np.nan) for x in inputs))
-    for name, array in run(native, inputs, **case.options).present():
+    for name, array in run(kernels, inputs, **case.options).present():
         assert np.isnan(array).all(), name
 
 
@@ -136,9 +136,9 @@ def check_not_silent(implementation, case, query, key):
 @pytest.mark.parametrize("features", [{}, SCORE_FEATURES], ids=["plain", "features"])
 @pytest.mark.parametrize("q_len", [37, 5])
 @pytest.mark.parametrize(("query", "key"), HUGE)
-def test_overflowing_scores_are_not_silent(query, key, q_len, features):
+def test_overflowing_scores_are_not_silent(query, key, q_len, features, kernels):
     case = cases.Case(f"overflow-q{q_len}", q_len=q_len, head_dim=16, **features)
-    check_not_silent(native, case, query, key)
+    check_not_silent(kernels, case, query, key)
 
 
 def check_minus_infinity(implementation, case, position, component):
@@ -185,14 +185,14 @@ def check_minus_infinity(implementation, case, position, component):
     ],
     ids=lambda case: case.id,
 )
-def test_minus_infinity_of_a_visible_key(case):
+def test_minus_infinity_of_a_visible_key(case, kernels):
     for position, component in [(0, 0), (case.kv_len // 3, 7), (case.kv_len - 3, 15)]:
-        check_minus_infinity(native, case, position, component)
+        check_minus_infinity(kernels, case, position, component)
 
 
 @pytest.mark.parametrize("q_len", [40, 6])
 @pytest.mark.parametrize("rule", RULES)
-def test_each_rule_hides(rule, q_len):
+def test_each_rule_hides(rule, q_len, kernels):
     """One element in turn: who does not see it keeps every bit, in every gradient."""
     case = rule_case(rule, q_len)
     poisons = [
@@ -210,7 +210,7 @@ def test_each_rule_hides(rule, q_len):
     for name in ("sinks", "alibi_slopes"):
         if name in case.features:
             poisons += [Poison(name, None, value) for value in (np.nan, np.inf)]
-    check_poison(native, case, *poisons)
+    check_poison(kernels, case, *poisons)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_each_rule_hides(rule, q_len):
     ],
 )
 @pytest.mark.parametrize("rule", RULES)
-def test_all_that_each_rule_hides(rule, value):
+def test_all_that_each_rule_hides(rule, value, kernels):
     """Everything that nobody sees at once, hidden elements of the bias too."""
     for q_len, dtype in [
         (40, "float32"),
@@ -230,16 +230,16 @@ def test_all_that_each_rule_hides(rule, value):
         (37, "bfloat16"),
         (5, "float32"),
     ]:
-        check_hidden(native, rule_case(rule, q_len, dtype), value)
+        check_hidden(kernels, rule_case(rule, q_len, dtype), value)
 
 
 @pytest.mark.parametrize("q_len", [40, 6])
-def test_dropped_elements_are_seen(q_len):
+def test_dropped_elements_are_seen(q_len, kernels):
     """Dropout hides nothing: a NaN key spoils every row that sees it."""
     case = cases.Case(
         f"dropped-q{q_len}", q_len=q_len, dropout_rate=0.9, **_HEADS | {"head_dim": 16}
     )
     inputs, arguments = make_inputs(case), make_arguments(case)
     inputs.key[0, 7] = np.nan
-    _, logsumexp = native.run_forward(*inputs.operands, **arguments)
+    _, logsumexp = kernels.run_forward(*inputs.operands, **arguments)
     assert np.isnan(logsumexp[0]).all() and np.isfinite(logsumexp[1]).all()

@@ -31,22 +31,30 @@ _MEANINGFUL_LOGSUMEXP = 1e5
         for i in range(_NUM_TESTS)
     ],
 )
-def test_random(part):
+def test_random(part, kernels):
     failures = []
     for index in range(part * _PER_TEST, (part + 1) * _PER_TEST):
-        failures += _failures(cases.random_case(index))
+        failures += _failures(kernels, cases.random_case(index))
     assert not failures, (
         f"{len(failures)} results are wrong, the first {_REPORTED}:\n"
         + "\n".join(failures[:_REPORTED])
     )
 
 
-def _failures(case):
+@pytest.mark.parametrize("num_cases", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_random_with_every_instruction_set(num_cases, isa):
+    failures = []
+    for index in range(num_cases):
+        failures += _failures(native.cpu, cases.random_case(index))
+    assert not failures, "\n".join(failures[:_REPORTED])
+
+
+def _failures(kernels, case):
     expected, plain = (all_results(judge, case) for judge in (reference_f64, baseline))
     logsumexp = expected.logsumexp[np.isfinite(expected.logsumexp)]
     is_meaningful = (np.abs(logsumexp) < _MEANINGFUL_LOGSUMEXP).all()
     failures = []
-    for name, actual in run_case(native, case).present():
+    for name, actual in run_case(kernels, case).present():
         try:
             assert_finite(actual, getattr(expected, name), name, case)
             if is_meaningful or name in FORWARD:

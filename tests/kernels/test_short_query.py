@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import cases, native, tolerances
+from tests.support import cases, tolerances
 from tests.support.kernel_check import check
 
 
@@ -24,8 +24,8 @@ KEY_LENGTHS = (1, 31, 63, 64, 65, 128, 129, 200, 1000, 4097)
         for q_len, kv_len in zip((1, 2, 3, 4, 5, 6, 7, 8, 1, 3), KEY_LENGTHS)
     ],
 )
-def test_key_lengths(case):
-    check(native, case)
+def test_key_lengths(case, kernels):
+    check(kernels, case)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_key_lengths(case):
         ]
     ],
 )
-def test_causal(case):
-    check(native, case)
+def test_causal(case, kernels):
+    check(kernels, case)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_causal(case):
         for heads, kv_heads in [(1, 1), (3, 3), (8, 1), (9, 3), (34, 2)]
     ],
 )
-def test_groups(case):
+def test_groups(case, kernels):
     """Rows of the 8-row tiles are (query, head of the group) pairs."""
-    check(native, case)
+    check(kernels, case)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_groups(case):
         for head_dim, width in [(1, 1), (64, 64), (65, 3), (128, 127), (3, 256)]
     ],
 )
-def test_head_dims(case):
-    check(native, case)
+def test_head_dims(case, kernels):
+    check(kernels, case)
 
 
 @pytest.mark.parametrize("q_len", [8, 9])
-def test_both_sides_of_the_limit_agree(q_len):
+def test_both_sides_of_the_limit_agree(q_len, kernels):
     """The first q_len that is not short takes other kernels, with the same meaning."""
-    check(native, cases.Case(f"limit-q{q_len}", q_len=q_len, is_causal=True))
+    check(kernels, cases.Case(f"limit-q{q_len}", q_len=q_len, is_causal=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,11 @@ class EmulatedMac:
         assert self._next <= HEAP + HEAP_BYTES
         return place
 
+    def import_posix_memalign(self, target: int, alignment: int, size: int) -> int:
+        place = self.import_malloc(size + alignment)
+        self.write_word(target, -(-place // alignment) * alignment)
+        return 0
+
     def import_free(self, place: int) -> int:
         return 0
 
@@ -219,6 +225,7 @@ class EmulatedMac:
 
     import___cxa_atexit = import_zero
     import_pthread_mutex_lock = import_zero
+    import_pthread_mutex_trylock = import_zero
     import_pthread_mutex_unlock = import_zero
     import_pthread_mutex_destroy = import_zero
     import_pthread_cond_broadcast = import_zero
@@ -238,8 +245,21 @@ class EmulatedMac:
         return len(content)
 
     def import_sysconf(self, name: int) -> int:
-        assert name == 29, "_SC_PAGESIZE of macOS is the only question"
-        return PAGE
+        # _SC_PAGESIZE and _SC_NPROCESSORS_ONLN of macOS are the only questions.
+        return {29: PAGE, 58: 1}[name]
+
+    def import_logf(self) -> int:
+        s0 = arm64.UC_ARM64_REG_S0
+        (x,) = struct.unpack("<f", struct.pack("<I", self._cpu.reg_read(s0)))
+        logarithm = math.log(x) if x > 0 else math.nan if x != 0 else -math.inf
+        bits = struct.unpack("<I", struct.pack("<f", logarithm))
+        self._cpu.reg_write(s0, bits[0])
+        return 0
+
+    def import_uname(self, target: int) -> int:
+        fields = (b"Darwin", b"mac", b"23.5.0", b"xnu", b"arm64")
+        self.write(target, b"".join(field.ljust(256, b"\0") for field in fields))
+        return 0
 
     def import_dlopen(self, name: int, flags: int) -> int:
         self.opened.append(self.text(name))

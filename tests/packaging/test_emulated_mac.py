@@ -15,6 +15,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from jax_flash_metal import attention_library
 from jax_flash_metal.attention_library import AttentionLibrary, CallShape
 from plugin import build
 from tests.packaging.emulated_mac import PAGE, EmulatedMac, Jump
+from tests.support.tolerances import OTHER_CPU
 
 pytestmark = pytest.mark.xdist_group("packaging")
 
@@ -169,7 +171,7 @@ def test_the_table_of_pjrt_is_filled(mac: EmulatedMac, library: Path) -> None:
 
 
 def test_a_system_without_the_libraries_is_an_error(mac: EmulatedMac) -> None:
-    code, text = text_of(mac, "jfm_device_facts")
+    code, text = text_of(mac, "jfm_device_facts", 0)
     assert code == 5
     assert text.startswith("Metal cannot be loaded: image not found")
     assert {
@@ -180,9 +182,86 @@ def test_a_system_without_the_libraries_is_an_error(mac: EmulatedMac) -> None:
 
 def test_a_system_without_the_functions_is_an_error(mac: EmulatedMac) -> None:
     mac.system = {}
-    code, text = text_of(mac, "jfm_device_facts")
+    code, text = text_of(mac, "jfm_device_facts", 0)
     assert code == 5
     assert [name for name in RUNTIME if name not in text] == []
+
+
+# -- The CPU kernels, which need no Metal ----------------------------------------------
+
+
+def random_options(q_len: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {
+        "bias": rng.standard_normal((1, 4, q_len, 53)).astype(np.float16),
+        "mask": rng.random((2, 1, 1, 53)) < 0.8,
+        "key_value_seq_lengths": np.array([53, 41], np.int32),
+        "sinks": rng.standard_normal((1, 4), np.float32),
+    }
+
+
+@pytest.mark.parametrize("dtype", attention_library.NUMPY_DTYPES)
+@pytest.mark.parametrize("q_len", [3, 37])
+def test_the_cpu_kernels(
+    mac: EmulatedMac, library: Path, dtype: str, q_len: int
+) -> None:
+    """Of aarch64, and as on Linux up to the order of their sums."""
+    linux = AttentionLibrary(ctypes.CDLL(str(library)), backend="cpu")
+    rng = np.random.default_rng(0)
+    shapes = {
+        "query": (2, q_len, 4, 64),
+        "key": (2, 53, 2, 64),
+        "value": (2, 53, 2, 64),
+    }
+    operands = {
+        name: rng.standard_normal(shape).astype(attention_library.NUMPY_DTYPES[dtype])
+        for name, shape in shapes.items()
+    }
+    optional = random_options(q_len)
+    arguments: dict[str, Any] = {"is_causal": True, "q_offset": 53 - q_len, **optional}
+    out, logsumexp = linux.run_forward(*operands.values(), **arguments)
+    operands |= {"out": out, "logsumexp": logsumexp, "dout": out}
+    operands["dlogsumexp"] = logsumexp
+    gradients = linux.run_backward(*operands.values(), **arguments)
+    expected = {
+        "forward": dict(zip(attention_library.FORWARD_RESULTS, (out, logsumexp))),
+        "backward": dict(zip(attention_library.BACKWARD_RESULTS, gradients)),
+        "gradient": {
+            "gradient": linux.run_gradient("bias", *operands.values(), **arguments)
+        },
+    }
+    for which, results in expected.items():
+        names = attention_library.FORWARD_OPERANDS if which == "forward" else operands
+        given = {name: operands[name] for name in names}
+        problem = attention_library.make_problem(given, backend="cpu", **arguments)
+        if which == "gradient":
+            attention_library.attach_gradient(problem, "bias", optional["bias"])
+        else:
+            attention_library.attach_results(problem, given, tuple(results))
+        for name, array in (given | optional).items():
+            getattr(problem, name).data = mac.put(array.tobytes())
+        for name, array in results.items():
+            getattr(problem, name).data = mac.put(b"\xff" * array.nbytes)  # NaN
+        place = mac.put(bytes(problem))
+        assert text_of(mac, f"jfm_attention_{which}", place) == (0, "")
+        for name, array in results.items():
+            content = mac.read(getattr(problem, name).data, array.nbytes)
+            actual = np.frombuffer(content, array.dtype).reshape(array.shape)
+            step = OTHER_CPU[array.dtype]
+            close = np.allclose(
+                np.float64(actual), np.float64(array), rtol=step, atol=step
+            )
+            assert close, f"{which}: {name}"
+    assert mac.opened == [], "no framework is loaded for them"
+
+
+def test_facts_of_the_cpu(mac: EmulatedMac) -> None:
+    code, text = text_of(mac, "jfm_device_facts", 1)
+    assert code == 0
+    facts = dict(line.split("=") for line in text.splitlines())
+    assert (facts["device"], facts["name"], facts["family"]) == ("cpu", "CPU", "neon")
+    assert facts["system"] == "Darwin 23.5.0"
+    assert text_of(mac, "jfm_cpu_isas") == (0, "neon\n")
 
 
 # -- Over a recorder -----------------------------------------------------------------
@@ -417,7 +496,7 @@ ANSWERS: dict[str, Answer] = {
 
 def test_facts_of_the_device(mac: EmulatedMac) -> None:
     Recorder(mac)
-    code, text = text_of(mac, "jfm_device_facts")
+    code, text = text_of(mac, "jfm_device_facts", 0)
     assert code == 0, text
     assert dict(line.split("=") for line in text.splitlines()) == {
         "device": "apple",

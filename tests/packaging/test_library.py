@@ -20,8 +20,9 @@ ABI = {
     *("jfm_attention_forward", "jfm_attention_backward", "jfm_attention_compile"),
     *("jfm_attention_kernels", "jfm_device_facts", "jfm_kernel_digest"),
     *("jfm_attention_gradient", "jfm_set_cache_folder"),
-    *("jax_flash_metal_forward_v2", "jax_flash_metal_backward_v2"),
-    "jax_flash_metal_gradient_v2",
+    *("jfm_cpu_isas", "jfm_cpu_set_isa", "jfm_cpu_measure_peak"),
+    *("jax_flash_metal_forward_v3", "jax_flash_metal_backward_v3"),
+    "jax_flash_metal_gradient_v3",
     *("GetPjrtApi", "jfm_pjrt_configure", "jfm_pjrt_reply"),
     *("jfm_pjrt_register_handler", "jfm_pjrt_register_type"),
 }
@@ -85,6 +86,7 @@ def test_packaged_library(library: Path) -> None:
     check(library, machine.upper())
 
 
+@pytest.mark.slow
 def test_aarch64_library(tmp_path: Path) -> None:
     """Cross-built and looked at; nothing here can run it. One kernel stands for all."""
     path = build.build(
@@ -108,6 +110,48 @@ def test_aarch64_has_its_own_fiber_switch(tmp_path: Path) -> None:
     source = build.ROOT / "plugin" / "device" / "software" / "fiber.cc"
     path = build.compile_cpp(request, source, tmp_path)
     assert "jfm_fiber_switch" in defined_symbols(path)
+
+
+# What a file compiled for some instruction set may give to others: its table.
+ISA_TABLES = {
+    "arithmetic_avx2": "jfm::kAvx2Arithmetic",
+    "kernels_avx2": "jfm::cpu::kAvx2Kernels",
+    "kernels_avx512": "jfm::cpu::kAvx512Kernels",
+    "kernels_avx512bf16": "jfm::cpu::kAvx512Bf16Kernels",
+}
+X86_64 = build.TARGETS["linux-x86_64"]
+ISA_SOURCES = [
+    path
+    for path in build.cpp_sources(X86_64)
+    if path.stem.endswith(tuple(X86_64.isa_flags))
+]
+
+
+def test_files_with_an_instruction_set() -> None:
+    assert {path.stem for path in ISA_SOURCES} == ISA_TABLES.keys()
+
+
+@pytest.mark.parametrize("source", ISA_SOURCES, ids=lambda path: path.stem)
+def test_instruction_sets_stay_in_their_file(source: Path) -> None:
+    """Else the linker may take a function of theirs for the whole program.
+
+    Of an inline function or a template that several files compile, it keeps any one.
+    """
+    cache = build.default_cache()
+    request = build.Request(build.KERNEL_DIR, None, None, "fast", X86_64, cache)
+    path = build.compile_cpp(request, source, build.generated_headers(cache))
+    binary = lief.ELF.parse(str(path))
+    assert binary is not None
+    visible = [
+        symbol.demangled_name
+        for symbol in binary.symbols
+        if symbol.shndx != 0 and symbol.binding != lief.ELF.Symbol.BINDING.LOCAL
+    ]
+    assert visible == [ISA_TABLES[source.stem]]
+    groups = [section for section in binary.sections if section.name == ".group"]
+    assert groups == [], "sections of which the linker keeps one copy"
+    startup = [s.name for s in binary.sections if ".init_array" in str(s.name)]
+    assert startup == [], "code that runs on every CPU when the library is loaded"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import platform
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_flash_metal import __version__
+from jax_flash_metal import __version__, attention_library
+from jax_flash_metal.attention_library import AttentionLibrary
+from jax_flash_metal.config import BACKENDS
 from tests.support import native
 from tests.support.native import NativeError, Problem, Tensor
 
@@ -29,7 +32,7 @@ def random_operands(seed: int = 0) -> dict[str, np.ndarray]:
 
 def test_layout_of_the_structs() -> None:
     # plugin/c_api/c_api.cc asserts the same sizes.
-    assert (ctypes.sizeof(Tensor), ctypes.sizeof(Problem)) == (176, 4288)
+    assert (ctypes.sizeof(Tensor), ctypes.sizeof(Problem)) == (176, 4296)
 
 
 def test_version() -> None:
@@ -305,6 +308,8 @@ BAD_OPTIONS = {
     "operands must be from 0 to 4095, but got -1.": of("operands", -1),
     "bias_dtype must be from 0 to 2, but got 3.": of("bias_dtype", 3),
     "gradient_of must be from 0 to 2, but got -1.": of("gradient_of", -1),
+    "backend must be from 0 to 1, but got -1.": of("backend", -1),
+    "backend must be from 0 to 1, but got 2.": of("backend", 2),
     "num_batch_dims of mask must be the problem's, 1, but got 0.": on(
         "mask", "num_batch_dims", 0
     ),
@@ -383,6 +388,22 @@ def test_operands_that_are_not_given_are_not_looked_at() -> None:
             setattr(problem, name, Tensor(num_batch_dims=-7))
     native.call("jfm_attention_forward", problem)
     assert np.isfinite(alive[2]["out"]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides_of_dimensions_that_an_operand_has_not(backend: str) -> None:
+    operands = random_operands()
+    lengths = np.array([5, 3], np.int32)
+    problem = native.make_problem(
+        operands, backend=backend, key_value_seq_lengths=lengths
+    )
+    results = native.attach_results(problem, operands, native.FORWARD_RESULTS)
+    native.call("jfm_attention_forward", problem)
+    expected = results["out"].copy()
+    tensor = problem.key_value_seq_lengths
+    tensor.head_stride, tensor.row_stride, tensor.col_stride = 1, 7, 1
+    native.call("jfm_attention_forward", problem)
+    np.testing.assert_array_equal(results["out"], expected)
 
 
 def gradient_problem(of: str) -> tuple[Problem, list[Any]]:
@@ -464,9 +485,11 @@ def test_a_gradient_cannot_be_summed_over_outer_batch_dimensions() -> None:
     )
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sentence", BAD)
-def test_bad_problem(sentence: str) -> None:
+def test_bad_problem(sentence: str, backend: str) -> None:
     problem, _ = good_problem()
+    problem.backend = BACKENDS.index(backend)
     BAD[sentence](problem)
     with pytest.raises(NativeError) as caught:
         native.call("jfm_attention_forward", problem)
@@ -474,8 +497,10 @@ def test_bad_problem(sentence: str) -> None:
     assert caught.value.code == INVALID_ARGUMENT
 
 
-def test_good_problem_runs() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_good_problem_runs(backend: str) -> None:
     problem, arrays = good_problem()
+    problem.backend = BACKENDS.index(backend)
     native.call("jfm_attention_forward", problem)
     assert np.isfinite(arrays[-2]).all()
 
@@ -538,9 +563,7 @@ def attach_backward(problem: Problem) -> None:
 
 
 def test_device_facts() -> None:
-    text = ctypes.create_string_buffer(4096)
-    assert native.load().jfm_device_facts(text, len(text)) == 0
-    facts = dict(line.split("=", 1) for line in text.value.decode().splitlines())
+    facts = AttentionLibrary(native.load()).device_facts()
     assert facts["device"] == "software"
     assert facts["name"] == "software Metal device"
     assert int(facts["num_cores"]) == len(os.sched_getaffinity(0))
@@ -548,6 +571,56 @@ def test_device_facts() -> None:
     assert int(facts["max_threads_per_threadgroup"]) == 1024
     assert facts["has_unified_memory"] in ("0", "1")
     assert set(facts) >= {"family", "system", "max_buffer_bytes", "memory_limit_bytes"}
+
+
+def test_the_cpu_kernels_are_one_launch_each() -> None:
+    problem, arrays = good_problem()
+    problem.backend = BACKENDS.index("cpu")
+    try:
+        for isa in native.cpu.cpu_isas():
+            native.cpu.set_cpu_isa(isa)
+            kernels = native.cpu.kernels(problem, "forward")
+            assert kernels == [f"cpu_forward_float32_{isa}"]
+    finally:
+        native.cpu.set_cpu_isa()
+    assert native.num_launches(problem, "forward") == 1
+    native.cpu.compile(problem, "forward")
+    assert np.isnan(arrays[-2]).all()
+    problem.head_dim = 257
+    for act in (native.cpu.compile, native.cpu.kernels):
+        with pytest.raises(NativeError, match="head_dim must be between 1 and 256"):
+            act(problem, "forward")
+    assert native.num_launches(problem, "forward") == -1
+
+
+def test_unknown_instruction_set() -> None:
+    chosen = native.cpu.device_facts()["family"]
+    with pytest.raises(ValueError, match=f"among .*'{chosen}'.* but got 'mmx'"):
+        native.cpu.set_cpu_isa("mmx")
+    assert native.cpu.device_facts()["family"] == chosen
+
+
+def test_peak_of_the_cpu() -> None:
+    for dtype in attention_library.DTYPES:
+        assert 1e8 < native.cpu.measure_cpu_peak(dtype) < 1e13
+    assert native.load().jfm_cpu_measure_peak(3) == 0
+
+
+def test_facts_of_the_cpu() -> None:
+    facts = native.cpu.device_facts()
+    assert facts["device"] == "cpu"
+    assert facts["name"].strip()
+    assert facts["family"] == native.cpu.cpu_isas()[-1]
+    assert facts["system"] == f"{platform.system()} {platform.release()}"
+    assert int(facts["num_cores"]) == len(os.sched_getaffinity(0))
+    assert facts["has_unified_memory"] == "1"
+
+
+def test_facts_of_an_unknown_backend() -> None:
+    text = ctypes.create_string_buffer(64)
+    for backend in (-1, 2):
+        assert native.load().jfm_device_facts(backend, text, 64) == INVALID_ARGUMENT
+        assert text.value == b"backend must be from 0 to 1, but got %d." % backend
 
 
 def test_kernel_digest_is_of_the_kernels() -> None:

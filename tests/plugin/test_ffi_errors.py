@@ -22,7 +22,7 @@ from tests.support.ffi_call import (
 
 KNOWN = (
     "the attributes are version, scale, is_causal, q_offset, window_left, "
-    "window_right, logits_soft_cap, dropout_rate, operands."
+    "window_right, logits_soft_cap, dropout_rate, operands, backend."
 )
 DROPOUT = ("dropout_key", "dropout_batch_indices", "dropout_head_indices")
 
@@ -53,9 +53,9 @@ CASES = [
     ),
     Case(
         "attribute-version-other",
-        "attribute version must be 2, the version of this library, but got 3: the "
+        "attribute version must be 3, the version of this library, but got 4: the "
         "Python package and its library are of different releases.",
-        attributes={"version": np.int64(3), "extra": "from the future"},
+        attributes={"version": np.int64(4), "extra": "from the future"},
     ),
     Case(
         "attribute-unknown",
@@ -282,6 +282,21 @@ CASES = [
         shapes={"gradient": (1, 6)},
         attributes={"gradient_of": np.int64(1)},
         optional=("bias",),
+    ),
+    Case(
+        "backend-unknown",
+        "attribute backend must be from 0 to 1, but got 2.",
+        attributes={"backend": np.int64(2)},
+    ),
+    Case(
+        "backend-negative",
+        "attribute backend must be from 0 to 1, but got -1.",
+        attributes={"backend": np.int64(-1)},
+    ),
+    Case(
+        "backend-missing",
+        "attribute backend (a scalar of type int64) is missing.",
+        attributes={"backend": None},
     ),
     Case(
         "operands-unknown",

@@ -18,20 +18,9 @@ from tests.support.ffi_frame import Frame
 
 INVALID_ARGUMENT = 3
 UNIMPLEMENTED = 12
-TARGET = "jax_flash_metal_forward_v2"
-GRADIENT = "jax_flash_metal_gradient_v2"
-# Sorted by name, as XLA sends them.
-ATTRIBUTES = [
-    ("dropout_rate", ffi_frame.F64, 0),
-    ("is_causal", ffi_frame.PRED, 0),
-    ("logits_soft_cap", ffi_frame.F32, 0),
-    ("operands", ffi_frame.S64, 0),
-    ("q_offset", ffi_frame.S64, 0),
-    ("scale", ffi_frame.F32, 0.25),
-    ("version", ffi_frame.S64, 2),
-    ("window_left", ffi_frame.S64, -1),
-    ("window_right", ffi_frame.S64, -1),
-]
+TARGET = "jax_flash_metal_forward_v3"
+GRADIENT = "jax_flash_metal_gradient_v3"
+ATTRIBUTES = ffi_frame.attributes()
 SCALE = [name for name, _, _ in ATTRIBUTES].index("scale")
 
 
@@ -94,7 +83,7 @@ def make_full_frame(
         "operands": 2**12 - 1,
         "window_left": given["sliding_window"][0],
     }
-    attributes = [(n, t, changed.get(n, v)) for n, t, v in ATTRIBUTES]
+    attributes = ffi_frame.attributes(**changed)
     if of is not None:
         number = attention_library.DIFFERENTIABLE_OPTIONS.index(of)
         attributes.append(("gradient_of", ffi_frame.S64, number))
@@ -153,7 +142,7 @@ def test_backward_with_all_operands() -> None:
     operands += make_residuals(operands)
     results = [empty(2, 5, 6, 8), empty(2, 7, 3, 8), empty(2, 7, 3, 4)]
     frame = make_full_frame(operands, results)
-    assert frame.call(native.load().jax_flash_metal_backward_v2) is None
+    assert frame.call(native.load().jax_flash_metal_backward_v3) is None
     for actual, expected in zip(results, native.run_backward(*operands, **options())):
         np.testing.assert_array_equal(actual, expected)
 
@@ -401,7 +390,7 @@ def damage_attribute_dtype(frame: Frame) -> None:
             damage_attributes,
             "the list of attributes must have at least 48 bytes, but got 40.",
         ),
-        (damage_attribute_names, "the list of attributes is not valid: 9 entries."),
+        (damage_attribute_names, "the list of attributes is not valid: 10 entries."),
         (
             damage_buffer,
             "key must have an XLA_FFI_Buffer of at least 48 bytes, but got 40.",

@@ -20,9 +20,9 @@ def message_of(path: Path) -> str:
 def test_missing_library(tmp_path: Path) -> None:
     path = tmp_path / "libjax_flash_metal.so"
     assert message_of(path) == (
-        f"the native library {path} is missing: this installation has no Metal "
-        "kernels. In a source tree run `make build`, otherwise reinstall "
-        "jax-flash-metal; implementation='xla' needs no library."
+        f"the native library {path} is missing: this installation has no kernels. In "
+        "a source tree run `make build`, otherwise reinstall jax-flash-metal; "
+        "implementation='xla' needs no library."
     )
 
 

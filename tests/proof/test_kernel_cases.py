@@ -1,6 +1,8 @@
 """The cases that kernels are proven with: their definition, reach and judgement."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from jax_flash_metal.kernel_cases import KernelCase, kernel_of
 from jax_flash_metal.variant_table import row_head_dim, variants
 from tests.support import native, reference_f64, tolerances, variant_coverage
 
+ROOT = Path(__file__).parents[2]
 LIBRARY = AttentionLibrary(native.load())
 DTYPES = tuple(attention_library.DTYPES)
 ALL_ROWS = sorted({(v.dtype, v.head_dim) for v in variants()})
@@ -80,6 +83,25 @@ def test_aligned_cases_have_no_tails():
         case = KernelCase(variant.dtype, variant.head_dim, "forward", is_short, True)
         assert case.shape.q_len % variant.block_q == 0
         assert case.shape.kv_len % variant.block_kv == 0
+
+
+def test_cases_on_the_cpu_have_tails_of_blocks_or_whole_ones():
+    text = (ROOT / "plugin" / "cpu" / "masks.h").read_text()
+    queries, keys = (
+        int(re.search(rf"int kBlock{what} = (\d+);", text)[1])
+        for what in ("Queries", "Keys")
+    )
+    for case in kernel_cases.cases_of("float32", 32, with_aligned=True, backend="cpu"):
+        shape = case.shape
+        if case.is_aligned:
+            assert shape.kv_len % keys == 0
+            assert case.is_short or shape.q_len % queries == 0
+            continue
+        assert shape.kv_len > keys and shape.kv_len % keys % 8
+        assert case.is_short or (shape.q_len > queries and shape.q_len % queries % 6)
+        # The last block of keys is seen by some queries, not by all.
+        first = shape.kv_len // keys * keys
+        assert case.q_offset < first < shape.q_len + case.q_offset < shape.kv_len
 
 
 def test_cases_with_options_have_all_of_them():

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import jax_flash_metal
-from jax_flash_metal import kernel_proof, platforms
+from jax_flash_metal import kernel_cases, kernel_proof, platforms
 from jax_flash_metal.attention_library import (
     RESOURCE_EXHAUSTED,
     AttentionError,
@@ -22,6 +22,7 @@ from jax_flash_metal.attention_library import (
     CallShape,
     Problem,
 )
+from jax_flash_metal.config import BACKENDS
 from jax_flash_metal.kernel_cases import Verdict
 from tests.support import native
 from tests.support.processes import run_python
@@ -34,9 +35,17 @@ INTERNAL = 13
 class Library(AttentionLibrary):
     """The library, with other facts and errors; counts its runs."""
 
-    def __init__(self, *, errors=(), rejection=None, facts=None, digest="digest"):
+    def __init__(
+        self,
+        *,
+        errors=(),
+        rejection=None,
+        facts=None,
+        digest="digest",
+        backend="metal",
+    ):
         """`errors`: of the first runs; `rejection`: of the compiler."""
-        super().__init__(native.load())
+        super().__init__(native.load(), backend=backend)
         self.runs = 0
         self.errors = list(errors)
         self.rejection = rejection
@@ -157,6 +166,101 @@ def test_a_kernel_that_is_wrong_with_options_serves_plain_calls():
     )
     assert proofs.objection(SHAPE, "forward", False) is None
     assert proofs.objection(SHAPE, "backward", True) is None
+
+
+# -- The native CPU kernels ------------------------------------------------------------
+
+
+def on_cpu(which, dtype="float32"):
+    """The kernel of a pass that this machine's CPU would run."""
+    family = AttentionLibrary(native.load(), backend="cpu").device_facts()["family"]
+    return f"cpu_{which}_{dtype}_{family}"
+
+
+def test_cpu_kernels_are_proven_once(cache):
+    library = Library(backend="cpu")
+    proofs = kernel_proof._Proofs(library, "cpu")
+    for shape in (SHAPE, CallShape("float32", 3, 100, 2, 2, 200, 64)):
+        assert proofs.objection(shape, "forward") is None
+    kernel = on_cpu("forward")
+    plain = {kernel, f"{kernel} for few queries"}
+    assert names_in(cache) == plain
+    assert library.runs == 2
+    assert proofs.objection(SHAPE, "forward", True) is None
+    with_options = {f"{kernel} with options", f"{kernel} with options for few queries"}
+    assert names_in(cache) == plain | with_options
+    assert library.runs == 4
+    # By another process.
+    later = kernel_proof._Proofs(Library(backend="cpu"), "cpu")
+    assert later.objection(SHAPE, "forward", True) is None
+    assert later.family == kernel.rpartition("float32_")[2]
+    assert later._library.runs == 0
+    # The Metal kernels are another device's.
+    assert objection(Library()) is None
+    assert len(list((cache / "proofs").iterdir())) == 2
+
+
+def test_the_passes_of_the_cpu_kernels_are_proven_when_they_are_needed(cache):
+    library = Library(backend="cpu")
+    proofs = kernel_proof._Proofs(library, "cpu")
+    assert proofs.objection(SHAPE, "backward") is None
+    backward = on_cpu("backward")
+    assert names_in(cache) == {backward, f"{backward} for few queries"}
+    half = CallShape("bfloat16", 100, 100, 2, 2, 64, 64)
+    assert proofs.objection(half, "gradient", True) is None
+    assert library.runs == 6
+    gradient = on_cpu("gradient", "bfloat16")
+    operands = ("bias", "shared bias", "sinks", "alibi_slopes")
+    assert names_in(cache) >= {f"{gradient} of {operand}" for operand in operands}
+
+
+def test_cpu_kernels_that_are_wrong_with_options_serve_plain_calls():
+    class Wrong(Library):
+        def run_forward(self, *operands, **options):
+            out, logsumexp = super().run_forward(*operands, **options)
+            return out + (0.5 if "bias" in options else 0), logsumexp
+
+    proofs = kernel_proof._Proofs(Wrong(backend="cpu"), "cpu")
+    assert proofs.objection(SHAPE, "forward", False) is None
+    text = proofs.objection(SHAPE, "forward", True)
+    assert text.startswith(f"the kernel {on_cpu('forward')} with options is disabled ")
+    assert ": its out is wrong: " in text
+    assert proofs.objection(SHAPE, "forward", False) is None
+    assert proofs.objection(SHAPE, "backward", True) is None
+
+
+def test_the_first_call_of_the_cpu_kernels_is_not_slow():
+    """30 ms of proofs are to be had; this leaves room for a busy machine."""
+    times = []
+    for _ in range(3):
+        kernel_cases.cpu_cases.cache_clear()
+        shutil.rmtree(platforms.cache_folder(), ignore_errors=True)
+        started = time.perf_counter()
+        assert (
+            kernel_proof._Proofs(Library(backend="cpu"), "cpu").objection(
+                SHAPE, "forward"
+            )
+            is None
+        )
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.5
+
+
+def test_a_crash_of_a_cpu_kernel_is_seen_in_another_process(cache, ends):
+    """The mark of a process that has not come to its end makes it a process's own."""
+    proofs = kernel_proof._Proofs(Library(backend="cpu"), "cpu")
+    mark = proofs._path.with_suffix(".other.running")
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    assert proofs.objection(SHAPE, "forward") is None  # by a real process
+    assert proofs._library.runs == 0
+    ends(-signal.SIGILL)
+    text = proofs.objection(SHAPE, "backward")
+    assert text.endswith("its test crashed (SIGILL)")
+    assert text.startswith(f"the kernel {on_cpu('backward')} is disabled on ")
+
+
+# -- What the verdicts hold for --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -471,18 +575,21 @@ def test_explain_without_a_library(monkeypatch, tmp_path):
     monkeypatch.setattr(platforms, "LIBRARY", tmp_path / "none.so")
     kernel_proof._only_proofs.cache_clear()
     x = jax.ShapeDtypeStruct((2, 5, 4, 64), "float32")
-    explanation = jax_flash_metal.explain(x, x, x, implementation="metal")
-    assert explanation.implementation == "unsupported"
-    assert explanation.reason.startswith("the native library ")
-    assert explanation.reason.endswith("implementation='xla' needs no library.")
+    for backend in BACKENDS:
+        explanation = jax_flash_metal.explain(
+            x, x, x, implementation=backend, platform="cpu"
+        )
+        assert explanation.implementation == "unsupported"
+        assert explanation.reason.startswith("the native library ")
+        assert explanation.reason.endswith("implementation='xla' needs no library.")
 
 
 def test_doctor_replaces_what_is_known(monkeypatch):
     assert objection(Library(rejection=rejection(FORWARD))) is not None
     proofs = kernel_proof._Proofs(Library())
-    monkeypatch.setattr(kernel_proof, "_proofs", lambda: proofs)
-    kernel_proof.replace({FORWARD: Verdict(0.1)})
-    assert kernel_proof.objection(SHAPE, "forward", has_features=False) is None
+    monkeypatch.setattr(kernel_proof, "_proofs", {"metal": proofs}.get)
+    kernel_proof.replace("metal", {FORWARD: Verdict(0.1)})
+    assert kernel_proof.objection("metal", SHAPE, "forward", False) is None
     later = Library()
     assert objection(later) is None
     assert later.runs == 0
@@ -509,14 +616,16 @@ def test_many_threads_prove_once():
 def test_many_threads_share_the_proofs(monkeypatch):
     made = []
 
-    def slow(library):
+    def slow(library, backend):
         time.sleep(0.05)
         made.append(library)
         return library
 
     kernel_proof._only_proofs.cache_clear()
     monkeypatch.setattr(kernel_proof, "_Proofs", slow)
-    threads = [threading.Thread(target=kernel_proof._proofs) for _ in range(4)]
+    threads = [
+        threading.Thread(target=kernel_proof._proofs, args=("cpu",)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -533,11 +642,10 @@ def test_one_warning_per_reason(monkeypatch):
             kernel_proof.warn(f"the kernel {reason} is disabled")
     assert [w.category for w in caught] == [kernel_proof.KernelWarning] * 2
     assert str(caught[0].message) == (
-        "jax_flash_metal: the kernel a is disabled. Calls that need it take the "
-        "reference, which is right, but slower and with memory for q_len * kv_len "
-        "scores. Please run `python -m jax_flash_metal doctor --report report.txt`, "
-        "which tests the kernels again, and attach report.txt to an issue of "
-        "jax-flash-metal."
+        "jax_flash_metal: the kernel a is disabled. Such calls take the reference, "
+        "which is right, but slower and with memory for q_len * kv_len scores. Please "
+        "run `python -m jax_flash_metal doctor --report report.txt`, which tests the "
+        "kernels again, and attach report.txt to an issue of jax-flash-metal."
     )
 
 

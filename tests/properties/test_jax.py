@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jax_flash_metal import flash_attention, merge_partials
+from jax_flash_metal.config import BACKENDS
 from tests.properties.strategies import calls, compiled
 from tests.support import cases, jax_call, reference_f64
 from tests.support.inputs import make_inputs
@@ -45,10 +46,17 @@ def _is_right(implementation, case):
     _check(case, results, arguments)
 
 
-@compiled(8)
+kernels = pytest.mark.parametrize("implementation", BACKENDS)
+every = pytest.mark.parametrize(
+    "implementation", [*BACKENDS, "xla", "fallback"], indirect=True
+)
+
+
+@kernels
+@compiled(6)
 @given(public_calls())
-def test_any_call_of_the_kernels_is_right(case):
-    _is_right("metal", case)
+def test_any_call_of_the_kernels_is_right(implementation, case):
+    _is_right(implementation, case)
 
 
 @compiled(2)
@@ -58,7 +66,7 @@ def test_any_call_of_the_reference_is_right(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["metal", "xla", None])
+@every
 @compiled(40)
 @given(public_calls())
 def test_any_of_many_calls_is_right(implementation, case):
@@ -124,14 +132,15 @@ MAPPABLE = (
 mappings = st.sets(st.sampled_from(MAPPABLE))
 
 
-@compiled(4)
+@kernels
+@compiled(3)
 @given(public_calls(), mappings, st.integers(2, 3))
-def test_vmapped_kernels_are_looped_ones(case, mapped, num_mapped):
-    _vmapped_is_looped("metal", case, mapped, num_mapped)
+def test_vmapped_kernels_are_looped_ones(implementation, case, mapped, num_mapped):
+    _vmapped_is_looped(implementation, case, mapped, num_mapped)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["metal", "xla", None])
+@every
 @compiled(20)
 @given(public_calls(), mappings, st.integers(2, 3))
 def test_vmapped_is_looped_often(implementation, case, mapped, num_mapped):
@@ -198,17 +207,18 @@ merges = public_calls(
 )
 
 
-@compiled(3)
+@kernels
+@compiled(2)
 @given(
     merges, st.lists(st.integers(0, 9), max_size=2), st.sampled_from((None, "merge"))
 )
-def test_merged_parts_are_the_whole(case, cuts, sinks_in):
+def test_merged_parts_are_the_whole(implementation, case, cuts, sinks_in):
     cuts = [min(cut * 7, case.kv_len) for cut in cuts]
-    _merged_is_whole("metal", case, cuts, sinks_in)
+    _merged_is_whole(implementation, case, cuts, sinks_in)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["metal", "xla", None])
+@every
 @compiled(40)
 @given(
     merges, st.lists(st.integers(0, 9), max_size=3), st.sampled_from((None, "merge"))
@@ -219,7 +229,7 @@ def test_merged_parts_are_the_whole_often(implementation, case, cuts, sinks_in):
 
 
 in_short = pytest.mark.parametrize(
-    "implementation", ["metal", pytest.param("xla", marks=pytest.mark.slow)]
+    "implementation", [*BACKENDS, pytest.param("xla", marks=pytest.mark.slow)]
 )
 
 

@@ -20,6 +20,11 @@ from tests.support.kernel_check import (
     size_of,
 )
 
+libraries = pytest.mark.parametrize(
+    "library",
+    [pytest.param(native, id="metal"), pytest.param(native.cpu, id="cpu")],
+)
+
 # Options whose meaning depends on where a key stands.
 POSITIONAL = ("is_causal", "sliding_window", "slopes", "traced_offset", "q_offset")
 
@@ -31,35 +36,39 @@ def _assert_close(case, actual: Results, expected: Results):
         assert_result(case, name, array, wanted, context=f"{case.context}, {case}")
 
 
+@libraries
 @bounded(80)
 @given(calls())
-def test_any_call_is_right(case):
-    check(native, case)
+def test_any_call_is_right(library, case):
+    check(library, case)
 
 
 @pytest.mark.slow
+@libraries
 @bounded(1000)
 @given(calls())
-def test_any_of_many_calls_is_right(case):
-    check(native, case)
+def test_any_of_many_calls_is_right(library, case):
+    check(library, case)
 
 
+@libraries
 @bounded(20)
 @given(calls())
-def test_bits_repeat(case):
+def test_bits_repeat(library, case):
     inputs, arguments = make_inputs(case), make_arguments(case)
-    first = run(native, inputs, **arguments)
-    for name, array in run(native, inputs, **arguments).present():
+    first = run(library, inputs, **arguments)
+    for name, array in run(library, inputs, **arguments).present():
         assert_identical(array, getattr(first, name), name=name, context=case.context)
 
 
+@libraries
 @bounded(30)
 @given(calls(without=(*POSITIONAL, "kv_lengths", "dropout_rate")), st.data())
-def test_keys_have_no_order(case, data):
+def test_keys_have_no_order(library, case, data):
     """Keys permuted with their values and columns: the same, and gradients permuted."""
     order = np.array(data.draw(st.permutations(range(case.kv_len))))
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(library, inputs, **arguments)
     permuted = inputs._replace(
         key=inputs.key[..., order, :, :], value=inputs.value[..., order, :, :]
     )
@@ -70,7 +79,7 @@ def test_keys_have_no_order(case, data):
         else x
         for name, x in arguments.items()
     }
-    actual = run(native, permuted, **others)
+    actual = run(library, permuted, **others)
     back = np.argsort(order)
     actual = actual._replace(
         dkey=actual.dkey[..., back, :, :], dvalue=actual.dvalue[..., back, :, :]
@@ -80,14 +89,15 @@ def test_keys_have_no_order(case, data):
     _assert_close(case, actual, expected)
 
 
+@libraries
 @bounded(30)
 @given(calls(without=("sinks", "kv_lengths", "dropout_rate")), st.data())
-def test_parts_of_the_keys_add_up(case, data):
+def test_parts_of_the_keys_add_up(library, case, data):
     """Forward: merged by logsumexp. Backward: with the whole's out and logsumexp the
     parts' dquery add up, and dkey and dvalue are those of the whole."""
     cut = data.draw(st.integers(0, case.kv_len))
     inputs, arguments = make_inputs(case), make_arguments(case)
-    whole = run(native, inputs, **arguments)
+    whole = run(library, inputs, **arguments)
     saved = (whole.out, whole.logsumexp, inputs.dout, inputs.dlogsumexp)
     outs, logsumexps, gradients = [], [], []
     for keys in (slice(0, cut), slice(cut, None)):
@@ -102,10 +112,10 @@ def test_parts_of_the_keys_add_up(case, data):
         for name in ("bias", "mask", "kv_segment_ids"):
             if name in part and part[name].shape[-1] == case.kv_len:
                 part[name] = part[name][..., keys]
-        out, logsumexp = native.run_forward(*operands, **part)
+        out, logsumexp = library.run_forward(*operands, **part)
         outs.append(np.swapaxes(out.astype(np.float64), -2, -3))
         logsumexps.append(logsumexp.astype(np.float64))
-        gradients.append(native.run_backward(*operands, *saved, **part))
+        gradients.append(library.run_backward(*operands, *saved, **part))
     with np.errstate(invalid="ignore"):
         total = np.logaddexp(*logsumexps)
         weights = [np.where(np.isneginf(x), 0, np.exp(x - total)) for x in logsumexps]
@@ -121,29 +131,31 @@ def test_parts_of_the_keys_add_up(case, data):
     _assert_close(case, merged, whole)
 
 
+@libraries
 @bounded(20)
 @given(calls(without=("logits_soft_cap", "sinks", "bias_values")))
-def test_a_constant_bias_shifts_logsumexp(case):
+def test_a_constant_bias_shifts_logsumexp(library, case):
     case = dataclasses.replace(case, bias="float32")
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(library, inputs, **arguments)
     shift = np.float32(3.0)
     shifted = arguments | {"bias": arguments["bias"] + shift}
-    actual = run(native, inputs, **shifted)
+    actual = run(library, inputs, **shifted)
     actual = actual._replace(logsumexp=actual.logsumexp - shift)
     _assert_close(case, actual, expected)
 
 
+@libraries
 @bounded(30)
 @given(
     calls(without=("query_lengths", "kv_lengths")),
     st.integers(0, 40),
     st.integers(0, 9),
 )
-def test_padding_with_lengths_changes_nothing(case, more_keys, more_queries):
+def test_padding_with_lengths_changes_nothing(library, case, more_keys, more_queries):
     """Whatever stands in the padding, which gets no gradient."""
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(library, inputs, **arguments)
 
     def pad(array, axis, count, fill):
         widths = [(0, 0)] * array.ndim
@@ -170,7 +182,7 @@ def test_padding_with_lengths_changes_nothing(case, more_keys, more_queries):
         others["kv_segment_ids"] = pad(others["kv_segment_ids"], -1, more_keys, 0)
     lengths = (1,) * len(case.batch)
     actual = run(
-        native,
+        library,
         padded,
         **others,
         query_seq_lengths=np.full(lengths, case.q_len, np.int32),
@@ -212,9 +224,10 @@ PACKED = (
 )
 
 
+@libraries
 @bounded(30)
 @given(calls(without=PACKED, max_batch_dims=1), st.integers(2, 3))
-def test_packed_sequences_are_the_separate_ones(case, count):
+def test_packed_sequences_are_the_separate_ones(library, case, count):
     """`count` sequences of one length behind each other, told apart by ids."""
     case = dataclasses.replace(case, bias_ones=case.bias_ones.replace("s", ""))
     case = dataclasses.replace(case, bias_ones=case.bias_ones.replace("t", ""))
@@ -228,7 +241,7 @@ def test_packed_sequences_are_the_separate_ones(case, count):
     alone = []
     for inputs, arguments in sequences:
         own = {"bias": arguments["bias"]} if case.bias else {}
-        alone.append(run(native, inputs, **shared | own))
+        alone.append(run(library, inputs, **shared | own))
     packed = type(sequences[0][0])(
         *(
             np.concatenate([getattr(inputs, name) for inputs, _ in sequences], axis)
@@ -250,7 +263,7 @@ def test_packed_sequences_are_the_separate_ones(case, count):
             part = slice(i * length, (i + 1) * length)
             bias[..., part, part] = block
         shared["bias"] = bias
-    whole = run(native, packed, **shared, q_segment_ids=ids, kv_segment_ids=ids)
+    whole = run(library, packed, **shared, q_segment_ids=ids, kv_segment_ids=ids)
     for i, expected in enumerate(alone):
         part = slice(i * case.q_len, (i + 1) * case.q_len)
         actual = Results(
@@ -271,18 +284,19 @@ def test_packed_sequences_are_the_separate_ones(case, count):
             )
 
 
+@libraries
 @bounded(20)
 @given(calls(without=("dropout_rate",)))
-def test_grouped_heads_are_repeated_heads(case):
+def test_grouped_heads_are_repeated_heads(library, case):
     """Keys and values repeated per query head; their gradients then sum."""
     inputs, arguments = make_inputs(case), make_arguments(case)
-    expected = run(native, inputs, **arguments)
+    expected = run(library, inputs, **arguments)
     groups = case.num_heads // case.num_kv_heads
     repeated = inputs._replace(
         key=np.repeat(inputs.key, groups, axis=-2),
         value=np.repeat(inputs.value, groups, axis=-2),
     )
-    actual = run(native, repeated, **arguments)
+    actual = run(library, repeated, **arguments)
 
     def summed(gradient):
         shape = (*gradient.shape[:-2], case.num_kv_heads, groups, gradient.shape[-1])

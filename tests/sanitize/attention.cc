@@ -1,6 +1,7 @@
-// Driver: attention on the software Metal device, through the C ABI and through our own
-// FFI handlers as the plugin calls them; from many threads, bad calls too. The kernels
+// Driver: attention on the device and by the CPU kernels, through the C ABI and through our own
+// FFI handlers as the plugin calls them; from many threads, bad calls too. The Metal kernels
 // themselves are not instrumented (the race checker is for them), the rest is.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -15,9 +16,9 @@
 #include "tests/sanitize/specs.h"
 
 extern "C" {
-void* jax_flash_metal_forward_v2(const void* frame);
-void* jax_flash_metal_backward_v2(const void* frame);
-void* jax_flash_metal_gradient_v2(const void* frame);
+void* jax_flash_metal_forward_v3(const void* frame);
+void* jax_flash_metal_backward_v3(const void* frame);
+void* jax_flash_metal_gradient_v3(const void* frame);
 }
 
 namespace jfm::pjrt {
@@ -91,14 +92,15 @@ std::vector<Optional> AllOptional() {
           IntsOf({1, kHeads}, 0, 31, XLA_FFI_S32)};
 }
 
-constexpr const char* kTargets[] = {"jax_flash_metal_forward_v2", "jax_flash_metal_backward_v2",
-                                    "jax_flash_metal_gradient_v2"};
+constexpr const char* kTargets[] = {"jax_flash_metal_forward_v3", "jax_flash_metal_backward_v3",
+                                    "jax_flash_metal_gradient_v3"};
 
 // A call of plain attention, or with all options and operands. Results: those of the target.
-CallSpec Spec(int target, bool has_options, std::vector<TensorType> results, int64_t of = 0) {
+CallSpec Spec(int target, bool has_options, std::vector<TensorType> results, int64_t of = 0,
+              JfmBackend backend = JFM_METAL) {
   CallSpec spec;
   spec.target = kTargets[target];
-  spec.attributes = {{"version", Int(2)},
+  spec.attributes = {{"version", Int(3)},
                      {"scale", Float(0.25f)},
                      {"is_causal", Scalar<uint8_t>(XLA_FFI_PRED, has_options)},
                      {"q_offset", Int(16)},
@@ -106,6 +108,7 @@ CallSpec Spec(int target, bool has_options, std::vector<TensorType> results, int
                      {"window_right", Int(-1)},
                      {"logits_soft_cap", Float(has_options ? 3 : 0)},
                      {"dropout_rate", Scalar<double>(XLA_FFI_F64, has_options ? 0.25 : 0)},
+                     {"backend", Int(backend)},
                      {"operands", Int(has_options ? 4095 : 0)}};
   if (target == 2) spec.attributes.emplace_back("gradient_of", Int(of));
   spec.operands = {Floats(kQuery), Floats(kKey), Floats(kKey)};
@@ -121,11 +124,11 @@ CallSpec Spec(int target, bool has_options, std::vector<TensorType> results, int
   return spec;
 }
 
-CallSpec Forward(bool has_options) {
-  return Spec(0, has_options, {Floats(kQuery), Floats(kStatistic)});
+CallSpec Forward(bool has_options, JfmBackend backend = JFM_METAL) {
+  return Spec(0, has_options, {Floats(kQuery), Floats(kStatistic)}, 0, backend);
 }
-CallSpec Backward(bool has_options) {
-  return Spec(1, has_options, {Floats(kQuery), Floats(kKey), Floats(kKey)});
+CallSpec Backward(bool has_options, JfmBackend backend) {
+  return Spec(1, has_options, {Floats(kQuery), Floats(kKey), Floats(kKey)}, 0, backend);
 }
 // Of bias (in its size, and summed over all but the heads), sinks and slopes.
 const struct { int64_t of; std::vector<int64_t> dims; } kGradients[] = {
@@ -135,11 +138,12 @@ struct Calls {
   std::unique_ptr<CustomCall> forward, backward;
   std::vector<std::unique_ptr<CustomCall>> gradients;
 
-  explicit Calls(bool has_options)
-      : forward(MakeCall(Forward(has_options))), backward(MakeCall(Backward(has_options))) {
+  Calls(bool has_options, JfmBackend backend)
+      : forward(MakeCall(Forward(has_options, backend))),
+        backward(MakeCall(Backward(has_options, backend))) {
     if (!has_options) return;
     for (const auto& gradient : kGradients) {
-      gradients.push_back(MakeCall(Spec(2, true, {Floats(gradient.dims)}, gradient.of)));
+      gradients.push_back(MakeCall(Spec(2, true, {Floats(gradient.dims)}, gradient.of, backend)));
     }
   }
 };
@@ -169,19 +173,34 @@ std::vector<Data> Step(const Calls& calls, int seed) {
   return results;
 }
 
+void CheckClose(const std::vector<Data>& got, const std::vector<Data>& expected) {
+  CHECK(got.size() == expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    for (size_t k = 0; k < got[i].size(); ++k) {
+      const float x = got[i][k], y = expected[i][k];
+      CHECK(x == y || std::abs(x - y) <= 1e-4f * std::max(1.0f, std::abs(y)));
+    }
+  }
+}
+
 void GoodCalls() {
-  void* const functions[] = {reinterpret_cast<void*>(jax_flash_metal_forward_v2),
-                             reinterpret_cast<void*>(jax_flash_metal_backward_v2),
-                             reinterpret_cast<void*>(jax_flash_metal_gradient_v2)};
+  void* const functions[] = {reinterpret_cast<void*>(jax_flash_metal_forward_v3),
+                             reinterpret_cast<void*>(jax_flash_metal_backward_v3),
+                             reinterpret_cast<void*>(jax_flash_metal_gradient_v3)};
   for (size_t i = 0; i < std::size(functions); ++i) {
     HandlerStages stages;
     stages.execute = functions[i];
     CheckOk(RegisterHandler(kTargets[i], stages));
   }
   for (bool has_options : {false, true}) {
-    const Calls calls(has_options);
-    const std::vector<Data> expected = Step(calls, 1);
-    InThreads(4, [&](int) { CHECK(Step(calls, 1) == expected); });
+    std::vector<Data> of_device;
+    for (JfmBackend backend : {JFM_METAL, JFM_CPU}) {
+      const Calls calls(has_options, backend);
+      const std::vector<Data> expected = Step(calls, 1);
+      if (backend == JFM_METAL) of_device = expected;
+      CheckClose(expected, of_device);
+      InThreads(4, [&](int) { CHECK(Step(calls, 1) == expected); });
+    }
   }
 }
 
@@ -271,12 +290,13 @@ struct Problem {
   }
 };
 
-void CAbi() {
+void CAbi(JfmBackend backend) {
   char error[1024];
   for (int num_threads : {1, 3, 0}) {
     jfm_set_threads(num_threads);
     InThreads(3, [&](int) {
       Problem problem;
+      problem.c.backend = backend;
       char message[1024];
       const int forward = jfm_attention_forward(&problem.c, message, sizeof(message));
       if (forward != 0) std::fprintf(stderr, "%s\n", message);
@@ -288,14 +308,19 @@ void CAbi() {
       for (float element : problem.dbias) CHECK(std::isfinite(element) && element != 0);
     });
   }
+  CHECK(jfm_device_facts(backend, error, sizeof(error)) == 0);
   Problem problem;
+  problem.c.backend = backend;
   for (int pass : {JFM_FORWARD, JFM_BACKWARD, JFM_GRADIENT}) {
     CHECK(jfm_attention_kernels(&problem.c, pass, error, sizeof(error)) == 0);
     CHECK(std::strlen(error) > 0);
+    CHECK(jfm_attention_num_launches(&problem.c, pass) > 0);
+    CHECK(jfm_attention_compile(&problem.c, pass, error, sizeof(error)) == 0);
   }
   problem.c.key.size_bytes = 4;
   CHECK(jfm_attention_forward(&problem.c, error, sizeof(error)) != 0);
   problem = Problem();
+  problem.c.backend = backend;
   problem.c.head_dim = 1000;
   CHECK(jfm_attention_forward(&problem.c, error, sizeof(error)) != 0);
   CHECK(jfm_attention_forward(&problem.c, nullptr, 0) != 0);
@@ -307,7 +332,8 @@ void CAbi() {
 int main() {
   jfm::pjrt::GoodCalls();
   jfm::pjrt::BadCalls();
-  jfm::pjrt::CAbi();
+  jfm::pjrt::CAbi(JFM_METAL);
+  jfm::pjrt::CAbi(JFM_CPU);
   std::puts("attention: good");
   return 0;
 }

@@ -78,7 +78,7 @@ class Driver:
 
 HANDLERS = tuple(sorted((TESTS / "plugin" / "pjrt" / "handlers").glob("*.cc")))
 APPLE = TESTS / "plugin" / "device" / "apple"
-LAYERS = ("attention", "c_api", "device", "ffi")
+LAYERS = ("attention", "backends", "c_api", "cpu", "device", "ffi")
 # What cannot share a process with the rest, or with each other.
 APPLE_ALONE = (
     "IsTheDefaultDevice",
@@ -89,6 +89,12 @@ APPLE_ALONE = (
 )
 DRIVERS = (
     Driver("custom_calls", FOLDER / "custom_calls.cc", ("pjrt/custom_call",), HANDLERS),
+    Driver(
+        "cpu",
+        FOLDER / "cpu.cc",
+        ("attention", "cpu", "device", "device/software"),
+        kernels=True,
+    ),
     Driver(
         "attention",
         FOLDER / "attention.cc",
@@ -189,8 +195,13 @@ class Compiler:
 
 
 def _isa_flags(flags: Iterable[str]) -> list[str]:
-    # zig spells the x86-64 levels in its own way.
-    return [flag.replace("-mcpu=x86_64_v", "-march=x86-64-v") for flag in flags]
+    # zig spells the x86-64 levels, and what is added to them, in its own way.
+    own: list[str] = []
+    for flag in flags:
+        level, *features = flag.split("+")
+        own.append(level.replace("-mcpu=x86_64_v", "-march=x86-64-v"))
+        own += [f"-m{feature}" for feature in features]
+    return own
 
 
 def _run(command: Sequence[str], **options: object) -> None:
@@ -276,7 +287,9 @@ def compile_driver(
     def compile_one(source: Path) -> Path:
         if compile_own and source.parent == PLUGIN / "device" / "apple":
             return compile_own(source, includes, flags)
-        return compiler.compile(cache, source, includes, flags)
+        # The CPU kernels, which take long, are the same beside any device.
+        own = [] if source.parent == PLUGIN / "cpu" else flags
+        return compiler.compile(cache, source, includes, own)
 
     sources = driver.sources()
     objects: list[Path] = []

@@ -6,31 +6,42 @@ import numpy as np
 import pytest
 
 from jax_flash_metal import flash_attention
+from jax_flash_metal.config import BACKENDS
 from tests.semantics import attention_cases as cases
 from tests.support import reference_f64
 from tests.support.closeness import assert_close
 
-# "vjp" is the default on the CPU: our primitives, lowered to the reference.
-IMPLEMENTATIONS = {"xla": "xla", "vjp": None, "metal": "metal"}
+IMPLEMENTATIONS = ("xla", "fallback", "cpu", "metal")
 
 # In the narrow dtypes only what rounds differently; float32 runs every case.
-NARROW = ["plain", "causal", "bias-over-batch", "softcap-bias-mask", "sinks", "dropout"]
+NARROW = [
+    *("plain", "causal", "bias-over-batch", "softcap-bias-mask", "sinks", "dropout"),
+    "everything",
+]
 # Derivative rules and batch dimensions are those of "metal", formulas those of "xla".
-VJP = ["plain", "causal", "sinks-and-rows-without-keys", "traced-offset", "everything"]
+FALLBACK = [
+    "plain",
+    "causal",
+    "sinks-and-rows-without-keys",
+    "traced-offset",
+    "everything",
+]
 
 
 def runs():
     for case in cases.ALL:
         for name in IMPLEMENTATIONS:
             for dtype in cases.DTYPES:
-                wanted = name != "vjp" or case in VJP
+                wanted = name != "fallback" or case in FALLBACK
                 if dtype != "float32":
-                    wanted = name == "metal" and case in NARROW
+                    wanted = name in BACKENDS and case in NARROW
                 if wanted:
                     yield pytest.param(case, name, dtype, id=f"{case}-{name}-{dtype}")
 
 
-@pytest.mark.parametrize(("case", "implementation", "dtype"), list(runs()))
+@pytest.mark.parametrize(
+    ("case", "implementation", "dtype"), list(runs()), indirect=["implementation"]
+)
 def test_case(case, implementation, dtype):
     rng = np.random.default_rng(7)
     query, key, value = cases.qkv(rng, cases.DTYPES[dtype])
@@ -48,7 +59,7 @@ def test_case(case, implementation, dtype):
             **differentiable,
             **rest,
             return_logsumexp=True,
-            implementation=IMPLEMENTATIONS[implementation],
+            implementation=implementation,
         )
 
     @jax.jit

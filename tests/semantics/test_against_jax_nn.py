@@ -43,7 +43,7 @@ CASES = {
         "key_value_seq_lengths": jnp.array([53, 17], jnp.int32),
     },
 }
-IMPLEMENTATIONS = ["xla", "metal"]
+IMPLEMENTATIONS = ["xla", "metal", "cpu"]
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -247,6 +247,7 @@ def test_explain_of_a_call_that_is_ours():
     x = jax.ShapeDtypeStruct((3, B, T, N, 16), jnp.float32)
     mask = jax.ShapeDtypeStruct((3, 1, 1, T, T), jnp.float32)
     assert explain(x, x, x, mask=mask, implementation="metal").implementation == "metal"
+    assert explain(x, x, x, mask=mask, platform="cpu").implementation == "cpu"
     x = jax.ShapeDtypeStruct((3, B, T, N, 300), jnp.float32)
     assert "head_dim 300 is above 256" in explain(x, x, x, mask=mask).reason
 

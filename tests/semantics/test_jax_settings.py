@@ -15,7 +15,7 @@ SETTINGS = {
     "jax_enable_x64": True,
     "jax_debug_nans": True,
 }
-CALLS = [("everything", "metal"), ("causal", None), ("sinks", "xla")]
+CALLS = [("everything", "metal"), ("everything", "cpu"), ("sinks", "xla")]
 
 
 @pytest.fixture(params=SETTINGS)

@@ -52,7 +52,8 @@ def results_and_gradients(attend, operands, cotangents):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "with_sinks"), [("xla", True), ("metal", True), ("metal", False)]
+    ("implementation", "with_sinks"),
+    [("xla", True), ("metal", True), ("metal", False), ("cpu", True)],
 )
 def test_value_and_gradients(implementation, with_sinks):
     rng = np.random.default_rng(3)

@@ -14,9 +14,11 @@ from tests.semantics.attention_cases import B, H, K, N, S, T, V
 from tests.support import reference_f64
 from tests.support.closeness import assert_close
 
-IMPLEMENTATIONS = ["xla", "metal"]
-# With None, on the CPU: our derivative rules around the reference.
-ALL_IMPLEMENTATIONS = [None, *IMPLEMENTATIONS]
+IMPLEMENTATIONS = ["xla", "metal", "cpu"]
+all_implementations = pytest.mark.parametrize(
+    "implementation", [*IMPLEMENTATIONS, "fallback"], indirect=True
+)
+kernels = pytest.mark.parametrize("implementation", ["metal", "cpu"])
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_fully_masked_rows(rng, implementation, with_sinks):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+@all_implementations
 def test_hidden_non_finite_inputs_do_not_leak(rng, implementation, bad):
     """Causal: queries before 20 see no key from 20 on, and keep every bit."""
     query, key, value = cases.qkv(rng, np.float32)
@@ -103,7 +105,7 @@ def test_hidden_non_finite_inputs_do_not_leak(rng, implementation, bad):
         assert np.isnan(out[:, 20:]).all(), "a row that sees a NaN must show it"
 
 
-@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+@all_implementations
 def test_non_finite_queries_and_cotangents_reach_only_what_they_see(
     rng, implementation
 ):
@@ -184,7 +186,7 @@ def test_a_nan_in_an_operand_reaches_the_rows_that_see_it(rng, implementation):
     np.testing.assert_array_equal(np.isnan(logsumexp), bad.swapaxes(1, 2))
 
 
-@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+@all_implementations
 def test_no_keys(rng, implementation):
     query, key, value = cases.qkv(rng, np.float32, kv_len=0)
     dout = cases.normal(rng, B, T, N, V)
@@ -197,7 +199,7 @@ def test_no_keys(rng, implementation):
     assert (gradients[0] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+@all_implementations
 def test_no_queries(rng, implementation):
     query, key, value = cases.qkv(rng, np.float32, q_len=0)
     out, logsumexp, dquery, dkey, dvalue = forward_and_gradients(
@@ -209,7 +211,7 @@ def test_no_queries(rng, implementation):
     assert (dkey == 0).all() and (dvalue == 0).all()
 
 
-@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+@all_implementations
 def test_without_batch_dimension(rng, implementation):
     query, key, value = cases.qkv(rng, np.float32)
     options = {"is_causal": True, "return_logsumexp": True}
@@ -250,7 +252,8 @@ def test_without_batch_dimension_and_features(rng, implementation):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "offset"), [("xla", -9), ("metal", -9), ("metal", S - T)]
+    ("implementation", "offset"),
+    [("xla", -9), ("metal", -9), ("metal", S - T), ("cpu", -9), ("cpu", S - T)],
 )
 def test_traced_q_offset(rng, implementation, offset):
     query, key, value = cases.qkv(rng, np.float32)
@@ -371,7 +374,7 @@ def test_finite_minimum_of_every_key(rng, implementation, dtype):
 @pytest.mark.parametrize("q_len", [T, 5])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("low", [-1e9, np.finfo(np.float32).min, -3.39e38, 1e30])
-@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+@all_implementations
 def test_gradients_of_rows_of_huge_scores(rng, implementation, low, with_sinks, q_len):
     """The float32 logsumexp of such a row has lost log(sum).
 
@@ -403,7 +406,11 @@ def test_gradients_of_rows_of_huge_scores(rng, implementation, low, with_sinks, 
         assert_close(f"d{name}", gradient, expected[name], "float32")
 
 
-@pytest.mark.parametrize("implementation", [None, "metal"])
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("fallback", marks=pytest.mark.slow), "metal"],
+    indirect=True,
+)
 def test_second_derivatives_of_rows_of_huge_scores(rng, implementation):
     """As those of the definition, which JAX differentiates itself."""
     query, key, value = (x[:1, :9] for x in cases.qkv(rng, np.float32))
@@ -457,11 +464,12 @@ def _gradients_with_rounded_scores(query, key, value, bias, dout, sinks):
     }
 
 
-def test_a_float64_bias_with_float32_operands(rng, x64):
+@kernels
+def test_a_float64_bias_with_float32_operands(rng, x64, implementation):
     query, key, value = (jnp.asarray(x) for x in cases.qkv(rng, np.float32))
     bias = jnp.where(jnp.arange(S) < 9, np.finfo(np.float64).min, 0.5)
     attend = functools.partial(
-        flash_attention, query, key, value, implementation="metal"
+        flash_attention, query, key, value, implementation=implementation
     )
     out, pullback = jax.vjp(attend, bias)
     assert_close("out", out, np.asarray(attend(mask=np.arange(S) >= 9)), "float32")
@@ -473,15 +481,17 @@ def test_a_float64_bias_with_float32_operands(rng, x64):
 @pytest.mark.parametrize(
     "shape", [(B, N, T, S), (B, 1, T, S), (1, N, 1, S), (N, T, 1), (T, S)]
 )
-def test_bias_gradient_has_its_shape_and_dtype(rng, shape, bias_dtype):
+@kernels
+def test_bias_gradient_has_its_shape_and_dtype(rng, shape, bias_dtype, implementation):
     """And is right, whatever dtype the bias has."""
     query, key, value = cases.qkv(rng, cases.DTYPES["bfloat16"])
     dtype = cases.DTYPES[bias_dtype]
     bias = cases.normal(rng, *shape, dtype=dtype)
-    out, pullback = jax.vjp(
-        lambda bias: flash_attention(query, key, value, bias, implementation="metal"),
-        bias,
-    )
+
+    def attend(bias):
+        return flash_attention(query, key, value, bias, implementation=implementation)
+
+    out, pullback = jax.vjp(attend, bias)
     dout = cases.normal(rng, *out.shape, dtype=out.dtype)
     (gradient,) = pullback(jnp.asarray(dout))
     assert gradient.shape == shape and gradient.dtype == dtype
@@ -558,14 +568,16 @@ class TestDropout:
 
     def test_implementations_and_jit_agree(self):
         key = jax.random.key(6)
-        one = self.attend(np.random.default_rng(1), key, "metal")
         other = self.attend(np.random.default_rng(1), key, "xla")
         jitted = jax.jit(lambda key: self.attend(np.random.default_rng(1), key))(key)
-        assert_close("out", one, other, "float32")
-        assert_close("out", one, jitted, "float32")
-        np.testing.assert_array_equal(
-            self.kept(key) > 0, self.kept(key, implementation="xla") > 0
-        )
+        assert_close("out", jitted, other, "float32")
+        kept = self.kept(key, implementation="xla") > 0
+        for implementation in ("metal", "cpu"):
+            one = self.attend(np.random.default_rng(1), key, implementation)
+            assert_close("out", one, other, "float32")
+            np.testing.assert_array_equal(
+                self.kept(key, implementation=implementation) > 0, kept
+            )
 
     def test_vmap_changes_no_bit(self):
         """Mapped operands, a mapped key, and both."""

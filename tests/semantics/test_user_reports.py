@@ -17,6 +17,7 @@ from flax import linen, nnx
 
 from jax_flash_metal import dot_product_attention, flash_attention
 from jax_flash_metal import flax as fused_flax
+from jax_flash_metal.config import BACKENDS
 from tests.semantics import attention_cases
 from tests.semantics.attention_cases import normal
 from tests.support import cases, jax_call, reference_f64, tolerances
@@ -31,10 +32,11 @@ NUM_REPORTS = 35
 implementations = pytest.mark.parametrize(
     "implementation",
     [
-        "metal",
+        *BACKENDS,
         pytest.param("xla", marks=pytest.mark.slow),
-        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param("fallback", marks=pytest.mark.slow),
     ],
+    indirect=True,
 )
 
 

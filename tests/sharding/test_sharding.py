@@ -16,10 +16,11 @@ SPLIT = {
 }
 
 
-def run(*cases):
+def run(*cases, implementation="metal"):
     """What the cases of programs.py return; their results were as on one device."""
     done = run_python(
-        f"from tests.sharding import programs; programs.main({cases})",
+        "from tests.sharding import programs; "
+        f"programs.main({cases}, {implementation!r})",
         XLA_FLAGS="--xla_force_host_platform_device_count=4",
         JAX_PLATFORMS="cpu",
         OPENBLAS_NUM_THREADS="1",
@@ -100,17 +101,42 @@ def test_vmap_and_explicit_axes():
         assert explicit["specs"]["key"] == SPLIT["key"]
 
 
+PARTIAL = ("shard_map_over_one_of_two_axes", "shard_map_over_one_of_two_axes_gspmd")
+LOST_TO_GSPMD = (
+    "inside a shard_map over some of the mesh's axes the kernels need JAX's "
+    "partitioner Shardy. "
+)
+WHAT_TO_DO = "Map over all axes or set jax_use_shardy_partitioner."
+
+
 def test_shard_map():
-    partial = "shard_map_over_one_of_two_axes"
-    results = run("shard_map_in_jit", "shard_map_outside_jit", partial)
-    error = results[partial]["error"]
-    if error is not None:  # where Shardy is not the default
+    results = run("shard_map_in_jit", "shard_map_outside_jit", *PARTIAL)
+    for name, may_work in zip(PARTIAL, (True, False)):
+        error = results[name]["error"]
+        if may_work and error is None:  # where Shardy is the default
+            continue
         assert error == (
-            "implementation='metal' cannot run this call: inside a shard_map over "
-            "some of the mesh's axes it needs JAX's partitioner Shardy. Map over all "
-            "axes or set jax_use_shardy_partitioner; implementation=None or 'xla' runs "
-            "everywhere."
+            f"implementation='metal' cannot run this call: {LOST_TO_GSPMD}{WHAT_TO_DO} "
+            "implementation=None or 'xla' runs everywhere."
         )
+
+
+def test_the_default_on_the_cpu():
+    """The native kernels, split in the same way; never an error."""
+    cases = ("batch_and_heads", "one_kv_head", "bias_of_everything", "vmapped")
+    results = run(*cases, "shard_map_in_jit", *PARTIAL, implementation=None)
+    assert results["batch_and_heads"]["collectives"] == []
+    for name in cases[1:]:
+        assert set(results[name]["collectives"]) == {"all-reduce"}
+    assert (
+        results["batch_and_heads"]["specs"]
+        == run("batch_and_heads")["batch_and_heads"]["specs"]
+    )
+    for name in PARTIAL:
+        assert results[name]["error"] is None
+    (warning,) = {w for name in PARTIAL for w in results[name]["warnings"]}
+    assert warning.startswith(f"jax_flash_metal: {LOST_TO_GSPMD}Such calls take")
+    assert warning.endswith(WHAT_TO_DO)
 
 
 @pytest.mark.slow

@@ -353,6 +353,61 @@ def pairwise() -> list[Case]:
     return [_from_factors("pair", row) for row in _pairwise_rows(FACTORS)]
 
 
+def _at_block_edges() -> Iterator[Case]:
+    """Around the 192 queries and 256 keys of a block, and a vector of 16."""
+    widths = (1, 15, 16, 17, 63, 64, 65, 80, 96, 128, 192, 256)
+    dtypes = list(tolerances.DTYPES)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"is_causal": True, "q_offset": 63},
+        {"sliding_window": (100, 3)},
+        {"segments": "packed", "mask": "random", "mask_ones": "nt"},
+    ]
+    for i, head_dim in enumerate(widths):
+        q_len, kv_len = 191 + i % 3, 255 + (i + i // 3) % 3
+        dtype, width = dtypes[(i + i // 4) % 3], widths[(i * 5 + 3) % len(widths)]
+        yield Case(
+            f"edge-q{q_len}-k{kv_len}-d{head_dim}v{width}-{dtype}",
+            dtype=dtype,
+            batch=(),
+            q_len=q_len,
+            kv_len=kv_len,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            value_head_dim=width,
+            **ways[i % 4],
+        )
+
+
+# What the CPU kernels cut in ways of their own.
+CPU_BLOCKS = [
+    *_at_block_edges(),
+    # Units of several heads of a group, whole and not.
+    Case("heads-together-f32", q_len=7, kv_len=300, num_heads=66, num_kv_heads=2,
+         head_dim=16),
+    Case("heads-together-bf16", dtype="bfloat16", q_len=50, kv_len=90, num_heads=21,
+         num_kv_heads=3, head_dim=24, is_causal=True, q_offset=40),
+    Case("heads-together-everything-f16", dtype="float16", q_len=13, kv_len=70,
+         num_heads=10, num_kv_heads=2, head_dim=24, **EVERYTHING),
+    # Keys in parts.
+    Case("parts-f32", batch=(), q_len=3, kv_len=4700, num_heads=4, num_kv_heads=2,
+         head_dim=24),
+    Case("parts-bf16", dtype="bfloat16", batch=(), q_len=5, kv_len=4700, num_heads=6,
+         num_kv_heads=2, head_dim=40, sinks=True, dropout_rate=0.3),
+    Case("parts-no-key-rows-f16", dtype="float16", batch=(), q_len=9, kv_len=4700,
+         num_heads=2, num_kv_heads=1, head_dim=24, is_causal=True, q_offset=-4),
+    Case("parts-window-f32", batch=(), q_len=4, kv_len=4700, num_heads=2,
+         num_kv_heads=1, head_dim=24, sliding_window=(50, 7), q_offset=1020,
+         slopes=True, bias="bfloat16", bias_ones="n"),
+    # One unit each.
+    Case("many-tiny-f32", batch=(301,), q_len=3, kv_len=5, num_heads=4, num_kv_heads=2,
+         head_dim=8),
+    Case("many-tiny-bf16", dtype="bfloat16", batch=(7, 43), q_len=5, kv_len=3,
+         num_heads=2, num_kv_heads=1, head_dim=12, is_causal=True, sinks=True),
+]  # fmt: skip
+
+
 # Every pair of these meets in some case (test_features.py): the feature tests proper.
 FEATURE_FACTORS: dict[str, Sequence[Any]] = {
     "dtype": tuple(tolerances.DTYPES),

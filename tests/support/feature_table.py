@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_flash_metal.config import BACKENDS
 from tests.semantics import attention_cases, test_against_float64
 from tests.support import cases, tolerances
 
 FILE = Path(__file__).parents[2] / "docs" / "features.md"
-IMPLEMENTATIONS = ("metal", "xla")
+IMPLEMENTATIONS = ("metal", "cpu", "xla")
 PASSES = ("out, logsumexp", "dquery, dkey, dvalue", "own gradient")
 
 _STATIC = "a static option, no array"
@@ -145,7 +146,7 @@ def dtypes(feature: Feature, implementation: str) -> list[str]:
         for call, name, dtype in _calls()
         if name == implementation and feature.of_call(call)
     }
-    if implementation == "metal":
+    if implementation in BACKENDS:
         found |= {case.dtype for case in _kernel_cases() if feature.of_case(case)}
     return [dtype for dtype in tolerances.DTYPES if dtype in found]
 
@@ -163,10 +164,11 @@ _INTRODUCTION = """\
 Written by `python -m tests.support.feature_table` from the parametrised tests; a test
 compares this file with what that writes. A cell names the dtypes in which cases with
 the feature, alone and with others, compare the results of the column with float64; "—"
-gives the reason why there is no such result. `metal`: the kernels, here on the software
-Metal device (tests/semantics/test_against_float64.py, and through the C ABI
-tests/kernels). `xla`: the reference (the same semantics tests, in float32; in the
-narrow dtypes random calls, tests/properties)."""
+gives the reason why there is no such result. `metal`: the Metal kernels, here on the
+software Metal device (tests/semantics/test_against_float64.py, and through the C ABI
+tests/kernels). `cpu`: the native CPU kernels (the same tests). `xla`: the reference
+(the same semantics tests, in float32; in the narrow dtypes random calls,
+tests/properties)."""
 
 
 def text() -> str:

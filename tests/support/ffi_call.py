@@ -18,9 +18,9 @@ from jax_flash_metal.attention_library import (
     OPTIONAL_OPERANDS,
 )
 
-FORWARD = "jax_flash_metal_forward_v2"
-BACKWARD = "jax_flash_metal_backward_v2"
-GRADIENT = "jax_flash_metal_gradient_v2"
+FORWARD = "jax_flash_metal_forward_v3"
+BACKWARD = "jax_flash_metal_backward_v3"
+GRADIENT = "jax_flash_metal_gradient_v3"
 RESULTS = {
     FORWARD: ("out", "logsumexp"),
     BACKWARD: ("dquery", "dkey", "dvalue"),
@@ -60,7 +60,7 @@ DTYPES = {
 }
 _RESIDUALS = ("out", "logsumexp", "dout", "dlogsumexp")
 ATTRIBUTES = {
-    "version": np.int64(2),
+    "version": np.int64(3),
     "scale": np.float32(0.25),
     "is_causal": True,
     "q_offset": np.int64(2),
@@ -69,6 +69,7 @@ ATTRIBUTES = {
     "logits_soft_cap": np.float32(0),
     "dropout_rate": np.float64(0),
     "operands": np.int64(0),
+    "backend": np.int64(0),
 }
 
 

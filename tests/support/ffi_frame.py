@@ -23,6 +23,26 @@ CAPABILITIES, NATIVE_BUFFERS = 0x4A464D01, 0x4A464D02  # plugin/ffi/native_buffe
 _HEAD = [("struct_size", ctypes.c_size_t), ("extensions", ctypes.c_void_p)]
 
 
+# Of a forward call by the Metal device, sorted by name, as XLA sends them.
+_ATTRIBUTES = (
+    ("backend", S64, 0),
+    ("dropout_rate", F64, 0),
+    ("is_causal", PRED, 0),
+    ("logits_soft_cap", F32, 0),
+    ("operands", S64, 0),
+    ("q_offset", S64, 0),
+    ("scale", F32, 0.25),
+    ("version", S64, 3),
+    ("window_left", S64, -1),
+    ("window_right", S64, -1),
+)
+
+
+def attributes(**changed: Any) -> list[tuple[str, int, Any]]:
+    """Those of a good forward call, some of them changed: name, type, value."""
+    return [(name, t, changed.get(name, value)) for name, t, value in _ATTRIBUTES]
+
+
 class Version(ctypes.Structure):
     _fields_ = [*_HEAD, ("major", ctypes.c_int32), ("minor", ctypes.c_int32)]
 
@@ -61,6 +81,26 @@ class ErrorCreateArgs(ctypes.Structure):
 ErrorCreate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ErrorCreateArgs))
 
 
+class ErrorDestroyArgs(ctypes.Structure):
+    _fields_ = [*_HEAD, ("error", ctypes.c_void_p)]
+
+
+ErrorDestroy = ctypes.CFUNCTYPE(None, ctypes.POINTER(ErrorDestroyArgs))
+Task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class ScheduleArgs(ctypes.Structure):
+    _fields_ = [
+        *_HEAD,
+        ("context", ctypes.c_void_p),
+        ("task", Task),
+        ("data", ctypes.c_void_p),
+    ]
+
+
+Schedule = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ScheduleArgs))
+
+
 class Api(ctypes.Structure):
     _fields_ = [
         *_HEAD,
@@ -68,7 +108,10 @@ class Api(ctypes.Structure):
         ("internal", ctypes.c_void_p),
         ("error_create", ErrorCreate),
         # Null, so that a handler that uses any other slot does not live to tell.
-        ("slots", ctypes.c_void_p * 11),
+        ("error_get_message", ctypes.c_void_p),
+        ("error_destroy", ErrorDestroy),
+        ("slots", ctypes.c_void_p * 8),
+        ("thread_pool_schedule", Schedule),
     ]
 
 

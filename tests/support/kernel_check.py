@@ -1,9 +1,10 @@
 """Runs a case through an implementation and compares every result with the reference.
 
 An implementation is anything with `run_forward`, `run_backward` and `run_gradient` of
-native.py's signatures: native itself, or a stub of the meta-test.
+native.py's signatures: native itself, native.cpu, or a stub of the meta-test.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -59,23 +60,16 @@ def run_case(implementation, case) -> Results:
 
 def check_forward(implementation, case):
     operands, arguments = make_inputs(case).operands, make_arguments(case)
-    _compare(
-        case,
-        FORWARD,
-        implementation.run_forward(*operands, **arguments),
-        reference_f64.attention(*operands, **arguments),
-        baseline.attention(*operands, **arguments),
-    )
+    actual = implementation.run_forward(*operands, **arguments)
+    judges = (_forward(judge, case) for judge in (reference_f64, baseline))
+    _compare(case, FORWARD, actual, *judges)
 
 
 def check_backward(implementation, case):
     """Every gradient: those of the backward pass and those of the gradient pass."""
     names = (*BACKWARD, *case.gradients)
     results = run_case(implementation, case)
-    judges = (
-        judge.attention_gradients(*make_inputs(case), **make_arguments(case))
-        for judge in (reference_f64, baseline)
-    )
+    judges = (_gradients(judge, case) for judge in (reference_f64, baseline))
     _compare(case, names, *([getattr(x, n) for n in names] for x in (results, *judges)))
 
 
@@ -91,12 +85,39 @@ def check(implementation, case) -> Results:
 
 def all_results(judge, case, arguments=None) -> Results:
     """What reference_f64 or baseline say to the case."""
+    if arguments is None:
+        return Results(*_forward(judge, case), *_gradients(judge, case))
     inputs = make_inputs(case)
-    arguments = make_arguments(case) if arguments is None else arguments
     return Results(
         *judge.attention(*inputs.operands, **arguments),
         *judge.attention_gradients(*inputs, **arguments),
     )
+
+
+# Kept, because judging takes longer than the kernels: cases are checked with several
+# implementations.
+_NUM_KEPT = 300
+
+
+@functools.lru_cache(_NUM_KEPT)
+def _forward(judge, case):
+    return _read_only(
+        judge.attention(*make_inputs(case).operands, **make_arguments(case))
+    )
+
+
+@functools.lru_cache(_NUM_KEPT)
+def _gradients(judge, case):
+    return _read_only(
+        judge.attention_gradients(*make_inputs(case), **make_arguments(case))
+    )
+
+
+def _read_only(results):
+    for array in results:
+        if array is not None:
+            array.flags.writeable = False
+    return results
 
 
 def size_of(name, case):

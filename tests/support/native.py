@@ -46,7 +46,9 @@ __all__ = [
 used_kernels: set[str] = set()
 
 
-class _Recording(AttentionLibrary):
+class Recording(AttentionLibrary):
+    """Notes which kernels have run."""
+
     def run(self, problem: Problem, which: str) -> None:
         super().run(problem, which)
         used_kernels.update(self.kernels(problem, which))
@@ -59,7 +61,7 @@ def load(path: Path = platforms.LIBRARY) -> ctypes.CDLL:
 
 
 def set_threads(num_threads: int, *, library: ctypes.CDLL | None = None) -> None:
-    """Threads of the software device from now on; 0 = one per CPU."""
+    """Threads of the CPU kernels and the software device; 0 = one per CPU."""
     (library or load()).jfm_set_threads(num_threads)
 
 
@@ -67,26 +69,26 @@ def run_forward(
     *operands: Array, library: ctypes.CDLL | None = None, **arguments: Any
 ) -> tuple[Array, Array]:
     """See AttentionLibrary.run_forward."""
-    return _Recording(library or load()).run_forward(*operands, **arguments)
+    return Recording(library or load()).run_forward(*operands, **arguments)
 
 
 def run_backward(
     *operands: Array, library: ctypes.CDLL | None = None, **arguments: Any
 ) -> tuple[Array, Array, Array]:
     """See AttentionLibrary.run_backward."""
-    return _Recording(library or load()).run_backward(*operands, **arguments)
+    return Recording(library or load()).run_backward(*operands, **arguments)
 
 
 def run_gradient(
     of: str, *operands: Array, library: ctypes.CDLL | None = None, **arguments: Any
 ) -> Array:
     """See AttentionLibrary.run_gradient."""
-    return _Recording(library or load()).run_gradient(of, *operands, **arguments)
+    return Recording(library or load()).run_gradient(of, *operands, **arguments)
 
 
 def call(function: str, problem: Problem, library: ctypes.CDLL | None = None) -> None:
     """Runs a pass by the name of its function; its error becomes a NativeError."""
-    _Recording(library or load()).run(problem, function.rpartition("_")[2])
+    Recording(library or load()).run(problem, function.rpartition("_")[2])
 
 
 def kernels(
@@ -106,3 +108,10 @@ def num_launches(problem: Problem, which: str | bool) -> int:
 def _pass(which: str | bool) -> str:
     """By its name, or whether it is the backward pass."""
     return which if isinstance(which, str) else PASSES[which]
+
+
+def __getattr__(name: str) -> Recording:
+    """`cpu`: the CPU kernels. Loaded when first asked for, as the functions above."""
+    if name == "cpu":
+        return Recording(load(), backend="cpu")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

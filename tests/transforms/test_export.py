@@ -33,7 +33,7 @@ def load():
 
 WRITE = """
 import functools
-function = jax.jit(functools.partial(loss, "metal"))
+function = jax.jit(functools.partial(loss, {implementation!r}))
 try:
     jax.export.export(function)(x, bias)
 except ValueError as error:
@@ -43,7 +43,7 @@ else:
 checks = jax_flash_metal.export.DISABLED_CHECKS
 exported = jax.export.export(function, disabled_checks=checks)(x, bias)
 text = exported.mlir_module()
-assert "jax_flash_metal_forward_v2" in text
+assert "jax_flash_metal_forward_v3" in text
 save(exported)
 """
 
@@ -52,14 +52,14 @@ exported = load()
 try:
     exported.call(x, bias)
 except Exception as error:
-    assert "jax_flash_metal_forward_v2" in str(error), error
+    assert "jax_flash_metal_forward_v3" in str(error), error
 else:
     raise AssertionError("ran without our handlers")
 jax_flash_metal.export.register_kernels()
 results = [jax.jit(exported.call)(x, bias)]
 results += jax.grad(lambda *a: exported.call(*a), argnums=(0, 1))(x, bias)
-expected = [loss("metal", x, bias)]
-expected += jax.grad(lambda *a: loss("metal", *a), argnums=(0, 1))(x, bias)
+expected = [loss("xla", x, bias)]
+expected += jax.grad(lambda *a: loss("xla", *a), argnums=(0, 1))(x, bias)
 for result, want in zip(results, expected):
     np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-5)
 print("same")
@@ -69,27 +69,38 @@ print("same")
 OTHERS = """
 import functools
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-function = jax.jit(functools.partial(loss, None))
-exported = jax.export.export(function, platforms=("cpu", "cuda", "tpu"))(x, bias)
-assert "jax_flash_metal_forward_v2" not in exported.mlir_module()
-save(exported)
-result = load().call(x, bias)
-np.testing.assert_allclose(result, loss("xla", x, bias), rtol=1e-5)
-try:
-    metal = jax.jit(functools.partial(loss, "metal"))
-    jax.export.export(metal, platforms=("cpu", "cuda"))(x, bias)
-except NotImplementedError as error:
-    print(error)
+checks = jax_flash_metal.export.DISABLED_CHECKS
+names = ("cpu", "cuda", "tpu")
+for implementation, has_kernels in ((None, True), ("xla", False)):
+    function = jax.jit(functools.partial(loss, implementation))
+    # The reference needs no check disabled.
+    exported = jax.export.export(
+        function, platforms=names, disabled_checks=checks if has_kernels else ()
+    )(x, bias)
+    assert ("jax_flash_metal_forward_v3" in exported.mlir_module()) == has_kernels
+    save(exported)
+    result = load().call(x, bias)
+    np.testing.assert_allclose(result, loss("xla", x, bias), rtol=1e-5)
+# For a platform without kernels alone it has none.
+exported = jax.export.export(
+    jax.jit(functools.partial(loss, None)), platforms=("cuda",)
+)(x, bias)
+assert "jax_flash_metal_forward_v3" not in exported.mlir_module()
+for implementation in ("metal", "cpu"):
+    demanded = jax.jit(functools.partial(loss, implementation))
+    try:
+        jax.export.export(demanded, platforms=("cpu", "cuda"))(x, bias)
+    except NotImplementedError as error:
+        print(error)
 
 mesh = Mesh(np.array(jax.devices()), ("heads",))
 specs = (P(None, None, "heads"), P())
 split = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, bias), specs)]
-checks = jax_flash_metal.export.DISABLED_CHECKS
-exported = jax.export.export(metal, disabled_checks=checks)(*split)
+exported = jax.export.export(demanded, disabled_checks=checks)(*split)
 assert exported.nr_devices == 4
 save(exported)
 result = jax.jit(load().call)(*split)
-np.testing.assert_allclose(result, loss("metal", x, bias), rtol=1e-5)
+np.testing.assert_allclose(result, loss("xla", x, bias), rtol=1e-5)
 """
 
 
@@ -103,8 +114,10 @@ def can_serialize():
     pytest.importorskip("flatbuffers", reason="jax.export wants it to serialize")
 
 
-def test_round_trip(common):
-    output_of(common + WRITE, JAX_PLATFORMS="cpu")
+@pytest.mark.parametrize("implementation", ["metal", None])
+def test_round_trip(common, implementation):
+    write = WRITE.replace("{implementation!r}", repr(implementation))
+    output_of(common + write, JAX_PLATFORMS="cpu")
     assert output_of(common + RUN, JAX_PLATFORMS="cpu") == "same"
 
 
@@ -115,8 +128,11 @@ def test_other_platforms_and_several_devices(common):
         XLA_FLAGS="--xla_force_host_platform_device_count=4",
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == (
-        "implementation='metal' needs one of the platforms ['cpu', 'flash_metal'], but "
-        "this program is compiled for 'cuda'; implementation=None or 'xla' runs "
-        "everywhere."
-    )
+    assert done.stdout.splitlines() == [
+        f"implementation={implementation!r} needs platform {places}, but this program "
+        "is compiled for 'cuda'; implementation=None or 'xla' runs everywhere."
+        for implementation, places in (
+            ("metal", "'cpu' or 'flash_metal'"),
+            ("cpu", "'cpu'"),
+        )
+    ]

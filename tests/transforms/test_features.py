@@ -1,8 +1,8 @@
 """JAX transformations of a call with every operand and option at once.
 
-"metal" forces the kernels, "vjp" is the default on the CPU (the same primitives and
-derivative rules, lowered to the reference). Judged by the reference, which JAX itself
-transforms (implementation="xla").
+Over the kernels, and "fallback": the same primitives and derivative rules, lowered to
+the reference. Judged by the reference, which JAX itself transforms
+(implementation="xla").
 """
 
 import functools
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_flash_metal import flash_attention
+from jax_flash_metal.config import BACKENDS
 
 B, T, S, N, K, H, V = 2, 5, 7, 4, 2, 6, 3
 FLOATS = ("query", "key", "value", "bias", "sinks", "alibi_slopes")
@@ -104,11 +105,14 @@ def assert_close(actual, expected, rtol=1e-4, atol=1e-5):
         np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
 
 
-both = pytest.mark.parametrize("implementation", ["metal", None], ids=["metal", "vjp"])
-both_slowly = pytest.mark.parametrize(
+kernels = pytest.mark.parametrize("implementation", BACKENDS)
+every = pytest.mark.parametrize(
+    "implementation", [*BACKENDS, "fallback"], indirect=True
+)
+every_but_slowly = pytest.mark.parametrize(
     "implementation",
-    ["metal", pytest.param(None, marks=pytest.mark.slow)],
-    ids=["metal", "vjp"],
+    [*BACKENDS, pytest.param("fallback", marks=pytest.mark.slow)],
+    indirect=True,
 )
 
 # Of every two operands one is mapped and the other not, and both are, in some of these:
@@ -134,22 +138,24 @@ def check_vmap(implementation, mapped):
 
 
 @pytest.mark.parametrize("mapped", SUBSETS, ids=range(6))
-def test_vmap_over_subsets(mapped):
-    check_vmap("metal", mapped)
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_vmap_over_subsets(mapped, implementation):
+    check_vmap(implementation, mapped)
 
 
 @pytest.mark.slow
-@both
+@every
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap_over_one_operand(name, implementation):
     check_vmap(implementation, [name])
 
 
-def test_vmap_over_one_operand_on_the_fallback():
-    check_vmap(None, ["dropout_key"])
+@pytest.mark.parametrize("implementation", ["fallback"], indirect=True)
+def test_vmap_over_one_operand_on_the_fallback(implementation):
+    check_vmap(implementation, ["dropout_key"])
 
 
-@both_slowly
+@every_but_slowly
 def test_gradient_of_a_vmap_sums_over_shared_operands(implementation):
     shared, other = operands(), operands(3, seed=1)
     mapped = {name: other[name] for name in ("query", "bias", "q_offset")}
@@ -171,7 +177,7 @@ def test_gradient_of_a_vmap_sums_over_shared_operands(implementation):
     assert_close(ours, total("xla")(shared, mapped))
 
 
-@both_slowly
+@every_but_slowly
 def test_jacobian(implementation):
     """vmap of the pullback: residuals stay shared, cotangents are mapped."""
 
@@ -186,7 +192,11 @@ def test_jacobian(implementation):
     assert_close(jacobian(implementation)(*arguments), jacobian("xla")(*arguments))
 
 
-@both_slowly
+@pytest.mark.parametrize(
+    "implementation",
+    ["metal", *(pytest.param(i, marks=pytest.mark.slow) for i in ("cpu", "fallback"))],
+    indirect=True,
+)
 @pytest.mark.parametrize(
     "order", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["second", "third"]
 )
@@ -262,7 +272,8 @@ EMPTY = {
 
 
 @pytest.mark.parametrize(
-    ("implementation", "empty"), [*(("metal", e) for e in EMPTY), ("xla", "batch")]
+    ("implementation", "empty"),
+    [*((b, e) for b in BACKENDS for e in EMPTY), ("xla", "batch")],
 )
 def test_nothing_to_do(implementation, empty):
     """Whatever is not empty itself is 0."""
@@ -278,11 +289,13 @@ def test_nothing_to_do(implementation, empty):
         assert (np.asarray(a) == 0).all()
 
 
-def test_scan_over_steps_of_decoding():
+@kernels
+def test_scan_over_steps_of_decoding(implementation):
     """Traced offset and lengths; a cache of static size that fills up."""
     x = operands()
     query = jnp.concatenate([x["query"]] * 2, axis=1)[:, :S]
-    options = {"is_causal": True, "sinks": x["sinks"], "implementation": "metal"}
+    options = {"is_causal": True, "sinks": x["sinks"]}
+    options["implementation"] = implementation
     whole = flash_attention(query, x["key"], x["value"], **options)
 
     def step(caches, position):
@@ -309,7 +322,8 @@ def test_scan_over_steps_of_decoding():
     np.testing.assert_allclose(jnp.moveaxis(outs, 0, 1), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_control_flow_and_remat():
+@kernels
+def test_control_flow_and_remat(implementation):
     floats, others = split(operands())
     names = ("flash_attention_out", "flash_attention_logsumexp")
     policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -333,7 +347,7 @@ def test_control_flow_and_remat():
 
         return jax.jit(jax.value_and_grad(g))
 
-    ours, theirs = f("metal")(floats["query"]), f("xla")(floats["query"])
+    ours, theirs = f(implementation)(floats["query"]), f("xla")(floats["query"])
     assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -345,10 +359,11 @@ def test_eager_and_disable_jit():
         assert_close(jax.grad(loss("metal"))(floats, others), compiled)
 
 
-def test_debug_nans_accepts_rows_without_keys():
+@kernels
+def test_debug_nans_accepts_rows_without_keys(implementation):
     floats, others = split(operands())
     others["query_seq_lengths"] = jnp.array([0, 2], jnp.int32)
     with jax.debug_nans(True):
-        gradients = jax.grad(loss("metal"))(floats, others)
+        gradients = jax.grad(loss(implementation))(floats, others)
     assert all(np.isfinite(np.asarray(g)).all() for g in gradients.values())
     assert (np.asarray(gradients["query"][0]) == 0).all()

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from jax_flash_metal.config import BACKENDS
 from tests.support.processes import output_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -62,6 +63,28 @@ in_child({
 print("parent", np.array_equal(compiled(x), out))
 """
 
+# The native CPU kernels wait for no thread: what JAX can do in a child, they can.
+CPU = """
+import jax_flash_metal
+
+compiled = jax.jit(lambda x: flash_attention(x, x, x))
+out = np.asarray(compiled(x))
+library = AttentionLibrary(load_library(), backend="cpu")
+shapes = [jax.ShapeDtypeStruct((2, 200, 4, 32), jnp.float32)] * 3
+
+def kernels():
+    return np.allclose(library.run_forward(x, x, x)[0], out, atol=1e-6)
+
+assert kernels()
+in_child({
+    "kernels": kernels,
+    "explain": lambda: jax_flash_metal.explain(*shapes).implementation,
+    "proof": lambda: jax_flash_metal.explain(*shapes, sinks=sinks).implementation,
+    "trace": lambda: jax.eval_shape(flash_attention, *shapes).shape,
+})
+print("parent", np.array_equal(compiled(x), out))
+"""
+
 # JAX was used, the kernels were not.
 JAX_ONLY = """
 jnp.ones(3).block_until_ready()
@@ -77,7 +100,7 @@ print("parent", jax.jit(attend)(x).shape)
 # Another thread is in the kernels at every fork, and may hold any of their locks.
 BUSY = """
 import threading
-library = AttentionLibrary(load_library())
+library = AttentionLibrary(load_library(), backend={backend!r})
 options = dict(scale=1.0, is_causal=True, q_offset=0)
 out = library.run_forward(x, x, x, **options)[0]
 done = threading.Event()
@@ -122,6 +145,19 @@ def test_after_jax_alone_was_used():
     assert outcomes(JAX_ONLY) == {"child": REFUSED, "status": "0", "parent": shape}
 
 
-def test_while_kernels_run():
-    lines = output_of(START + BUSY, JAX_PLATFORMS="cpu").splitlines()
+def test_the_cpu_kernels_after_the_first_use():
+    assert outcomes(CPU) == {
+        "kernels": "True",
+        "explain": "cpu",
+        "proof": "cpu",
+        "trace": "(2, 200, 4, 32)",
+        "status": "0",
+        "parent": "True",
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_while_kernels_run(backend):
+    program = START + BUSY.replace("{backend!r}", repr(backend))
+    lines = output_of(program, JAX_PLATFORMS="cpu").splitlines()
     assert lines == ["child True", "status 0"] * 10

@@ -16,7 +16,7 @@ from jax_flash_metal import flash_attention
 
 B, T, S, N, K, H, V = 2, 37, 53, 6, 3, 64, 40
 FORWARD, BACKWARD, GRADIENT = (
-    f"jax_flash_metal_{which}_v2" for which in ("forward", "backward", "gradient")
+    f"jax_flash_metal_{which}_v3" for which in ("forward", "backward", "gradient")
 )
 
 attend = functools.partial(flash_attention, is_causal=True, implementation="metal")
@@ -215,8 +215,21 @@ def test_unmapped_call_under_vmap_is_not_batched():
     assert "9x" not in call.rsplit(": (", 1)[1]
 
 
-@pytest.mark.parametrize("platform", ["cpu", "flash_metal"])
-def test_default_has_a_custom_call_on_flash_metal_only(platform):
-    with jax.default_device(jax.devices(platform)[0]):
-        text = texts(flash_attention, structs((B,), (B,), (B,)))["lowered"]
-    assert ("jax_flash_metal" in text) == (platform == "flash_metal")
+def lowered_for(platform, attend):
+    """The program for a platform that need not be started."""
+    traced = jax.jit(attend).trace(*structs((B,), (B,), (B,)))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(("platform", "backend"), [("cpu", 1), ("flash_metal", 0)])
+def test_default_has_a_custom_call(platform, backend):
+    text = lowered_for(platform, flash_attention)
+    assert text.count(FORWARD) == 1
+    assert f"backend = {backend} : i64" in text
+
+
+def test_the_native_kernels_are_not_on_flash_metal():
+    with pytest.raises(NotImplementedError, match="needs platform 'cpu', but this"):
+        lowered_for(
+            "flash_metal", functools.partial(flash_attention, implementation="cpu")
+        )

@@ -1,7 +1,8 @@
 """JAX transformations of flash_attention, each against the plain reference.
 
-"metal" forces the kernels, "vjp" is the default on the CPU (the same primitives and
-derivative rules, lowered to the reference).
+Over the kernels. That the derivative and batching rules of the primitives are right
+where they are lowered to the reference, too, test_features.py shows, most of it by slow
+tests.
 """
 
 import functools
@@ -13,18 +14,18 @@ import numpy as np
 import pytest
 
 from jax_flash_metal import flash_attention
+from jax_flash_metal.config import BACKENDS
 
 B, T, S, N, K, H, V = 2, 11, 13, 6, 3, 16, 8
-IMPLEMENTATIONS = {"metal": "metal", "vjp": None}
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=BACKENDS)
 def attend(request):
     return functools.partial(
         flash_attention,
         is_causal=True,
         q_offset=S - T,
-        implementation=IMPLEMENTATIONS[request.param],
+        implementation=request.param,
     )
 
 

@@ -477,7 +477,7 @@ WRONG_CALLS = {
     "implementation": (
         {"implementation": "cudnn"},
         ValueError,
-        "implementation must be None, 'metal' or 'xla', but got 'cudnn'.",
+        "implementation must be None, 'metal', 'cpu' or 'xla', but got 'cudnn'.",
     ),
 }
 

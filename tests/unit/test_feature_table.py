@@ -21,8 +21,9 @@ def test_no_cell_is_empty(feature):
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
-def test_the_kernels_are_tested_in_every_dtype(feature):
-    assert len(feature_table.dtypes(feature, "metal")) == 3
+@pytest.mark.parametrize("backend", config.BACKENDS)
+def test_the_kernels_are_tested_in_every_dtype(feature, backend):
+    assert len(feature_table.dtypes(feature, backend)) == 3
 
 
 def test_every_option_and_operand_has_a_row():

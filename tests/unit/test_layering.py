@@ -11,9 +11,10 @@ PACKAGE = Path(__file__).parents[2] / "jax_flash_metal"
 # `lowering` when a program with custom calls is lowered; they read its table.
 LAYERS = [
     ("__init__", "__main__"),
-    ("doctor",),
-    ("doctor_checks",),
-    ("doctor_report",),
+    ("doctor", "bench"),
+    ("doctor_checks", "bench_worker"),
+    ("doctor_report", "bench_report"),
+    ("bench_measure",),
     ("flax", "export"),
     ("api",),
     ("checks", "support", "autodiff"),

@@ -11,10 +11,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # What each folder may include, besides its own files and the common headers.
-COMMON = {"plugin/status.h", "plugin/c_boundary.h"}
+COMMON = {"plugin/status.h", "plugin/c_boundary.h", "plugin/host_cpu.h"}
 ALLOWED = {
-    "plugin/ffi": ("plugin/attention", "plugin/device"),
-    "plugin/c_api": ("plugin/attention", "plugin/device"),
+    "plugin/ffi": (
+        *("plugin/backends", "plugin/cpu/workers.h", "plugin/attention"),
+        "plugin/device",
+    ),
+    "plugin/c_api": (
+        *("plugin/backends", "plugin/cpu", "plugin/attention"),
+        "plugin/device",
+    ),
+    "plugin/backends": ("plugin/cpu", "plugin/attention", "plugin/device"),
+    "plugin/cpu": ("plugin/attention", "plugin/device/device.h"),
     "plugin/pjrt": (
         *("plugin/ffi/xla_ffi.h", "plugin/ffi/native_buffers.h"),
         *("plugin/device/device.h", "plugin/device/default_device.h"),

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import warnings
 from pathlib import Path
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash_metal
-from jax_flash_metal import api, kernel_proof, variant_table
+from jax_flash_metal import api, kernel_proof, platforms, variant_table
+from jax_flash_metal.config import BACKENDS
 from tests.unit.test_error_messages import B, H, K, N, S, T
 
 TABLE = Path(__file__).parents[2] / "metal_kernels" / "variants.toml"
@@ -56,6 +58,13 @@ def test_supported(dtype, head_dim):
     assert str(explanation) == "metal: the kernels run on the software Metal device."
 
 
+@pytest.fixture
+def proven(monkeypatch):
+    """Every kernel is right, and the CPU has these instructions."""
+    monkeypatch.setattr(kernel_proof, "objection", lambda *call: None)
+    monkeypatch.setattr(kernel_proof, "family", lambda backend: "avx2")
+
+
 FEATURES = {
     "bias": {"bias": struct(N, T, S)},
     "mask": {"mask": struct(T, S, dtype=bool)},
@@ -90,36 +99,41 @@ def test_the_kernels_take_all_features_together():
     assert str(explanation) == "metal: the kernels run on the software Metal device."
 
 
-def test_forced_kernels_that_do_not_exist():
-    explanation = jax_flash_metal.explain(*qkv(320), implementation="metal")
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_forced_kernels_that_do_not_exist(implementation):
+    explanation = jax_flash_metal.explain(*qkv(320), implementation=implementation)
     assert str(explanation) == (
         "unsupported: head_dim 320 is above 256, the largest that the float32 kernels "
         "take."
     )
     with pytest.raises(NotImplementedError) as raised:
         jax.eval_shape(
-            lambda *a: jax_flash_metal.flash_attention(*a, implementation="metal"),
+            functools.partial(
+                jax_flash_metal.flash_attention, implementation=implementation
+            ),
             *qkv(320),
         )
     assert str(raised.value) == (
-        "implementation='metal' cannot run this call: head_dim 320 is above 256, the "
-        "largest that the float32 kernels take. The kernels take bfloat16 up to "
-        "head_dim 256, float16 up to head_dim 256, float32 up to head_dim 256; "
-        "implementation=None or 'xla' runs everything else."
+        f"implementation={implementation!r} cannot run this call: head_dim 320 is "
+        "above 256, the largest that the float32 kernels take. The kernels take "
+        "bfloat16 up to head_dim 256, float16 up to head_dim 256, float32 up to "
+        "head_dim 256; implementation=None or 'xla' runs everything else."
     )
 
 
-def test_each_pass_is_asked_about(monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_pass_is_asked_about(monkeypatch, backend):
     """A kernel that fails its proof changes the answer of the calls that need it."""
     asked = []
 
-    def objection(shape, which, has_features):
+    def objection(of_backend, shape, which, has_features):
+        assert of_backend == backend
         asked.append((which, has_features))
         return "the kernel is disabled" if which == failing else None
 
     monkeypatch.setattr(kernel_proof, "objection", objection)
     explain = functools.partial(
-        jax_flash_metal.explain, implementation="metal", platform="cpu"
+        jax_flash_metal.explain, implementation=backend, platform="cpu"
     )
     failing = None
     explain(*qkv())
@@ -133,7 +147,7 @@ def test_each_pass_is_asked_about(monkeypatch):
     failing = "forward"
     assert str(explain(*qkv())) == "unsupported: the kernel is disabled."
     failing = "gradient"
-    assert explain(*qkv(), **FEATURES["mask"]).reason.endswith("Metal device.")
+    assert "gradient" not in explain(*qkv(), **FEATURES["mask"]).reason
     assert explain(*qkv(), **FEATURES["sinks"]).reason.endswith(
         "The gradient is unsupported: the kernel is disabled."
     )
@@ -153,17 +167,22 @@ def test_float64(x64):
     assert explanation.reason.startswith("there is no kernel for float64, only for ")
 
 
+@pytest.mark.usefixtures("proven")
 def test_platforms():
     explain = jax_flash_metal.explain
-    assert str(explain(*qkv(), platform="cpu")) == (
-        "xla: on platform 'cpu' the kernels run on the software Metal device, which "
-        "is for development; implementation='metal' takes it."
-    )
+    for implementation in (None, "cpu"):
+        assert str(explain(*qkv(), platform="cpu", implementation=implementation)) == (
+            "cpu: the native CPU kernels (avx2) run on this machine's cores."
+        )
     assert str(explain(*qkv(), platform="tpu")) == (
-        "xla: platform 'tpu' has no Metal kernels."
+        "xla: platform 'tpu' has no kernels of ours."
     )
     forced = explain(*qkv(), platform="tpu", implementation="metal")
     assert str(forced) == "unsupported: platform 'tpu' has no Metal kernels."
+    forced = explain(*qkv(), platform="flash_metal", implementation="cpu")
+    assert str(forced) == (
+        "unsupported: platform 'flash_metal' has no native CPU kernels."
+    )
     asked = explain(*qkv(), implementation="xla")
     assert str(asked) == "xla: implementation='xla' asks for the reference."
 
@@ -182,26 +201,132 @@ def test_explain_on_our_platform():
     )
 
 
-def test_forced_kernels_on_another_platform():
-    def attend(query, key, value):
-        return jax_flash_metal.flash_attention(
-            query, key, value, implementation="metal"
-        )
-
+@pytest.mark.parametrize(
+    ("implementation", "platform", "places"),
+    [
+        ("metal", "tpu", "'cpu' or 'flash_metal'"),
+        ("cpu", "tpu", "'cpu'"),
+        ("cpu", "flash_metal", "'cpu'"),
+    ],
+)
+def test_forced_kernels_on_another_platform(implementation, platform, places):
+    attend = functools.partial(
+        jax_flash_metal.flash_attention, implementation=implementation
+    )
     traced = jax.jit(attend).trace(*qkv())
     with pytest.raises(NotImplementedError) as raised:
-        traced.lower(lowering_platforms=("tpu",))
+        traced.lower(lowering_platforms=(platform,))
     assert str(raised.value) == (
-        "implementation='metal' needs one of the platforms ['cpu', 'flash_metal'], but "
-        "this program is compiled for 'tpu'; implementation=None or 'xla' runs "
-        "everywhere."
+        f"implementation={implementation!r} needs platform {places}, but this program "
+        f"is compiled for {platform!r}; implementation=None or 'xla' runs everywhere."
     )
+
+
+def lowered(implementation):
+    attend = functools.partial(
+        jax_flash_metal.flash_attention, implementation=implementation
+    )
+    return jax.jit(attend).lower(*qkv()).as_text()
+
+
+@pytest.mark.usefixtures("proven")
+def test_the_default_on_the_cpu_is_the_native_kernels():
+    assert "jax_flash_metal_forward" in lowered(None)
+    assert lowered(None) == lowered("cpu")
+    assert lowered("metal") not in (lowered(None), lowered("xla"))
+
+
+@pytest.fixture
+def without_library(monkeypatch, tmp_path):
+    jax.devices()  # platform flash_metal needs the library to start
+    monkeypatch.setattr(platforms, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(kernel_proof, "_warned", set())
+    kernel_proof._only_proofs.cache_clear()
+
+
+def test_without_a_library_the_default_on_the_cpu_is_the_reference(without_library):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert "jax_flash_metal" not in lowered(None)
+        assert (
+            "jax_flash_metal"
+            not in jax.jit(
+                jax.grad(lambda *x: jax_flash_metal.flash_attention(*x).sum())
+            )
+            .lower(*qkv())
+            .as_text()
+        )
+    (warning,) = caught
+    assert warning.category is kernel_proof.KernelWarning
+    text = str(warning.message)
+    assert text.startswith("jax_flash_metal: the native library ")
+    assert "needs no library. Such calls take the reference" in text
+    explanation = jax_flash_metal.explain(*qkv(), platform="cpu")
+    assert explanation.implementation == "xla"
+    assert explanation.reason.endswith("implementation='xla' needs no library.")
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_demanded_kernels_without_a_library(without_library, implementation):
+    with pytest.raises(platforms.LibraryError, match="is missing"):
+        lowered(implementation)
+
+
+@pytest.mark.parametrize(
+    "failing", ["forward", "backward"], ids=lambda which: f"wrong-{which}"
+)
+def test_a_kernel_that_fails_its_proof_is_not_the_default(monkeypatch, failing):
+    monkeypatch.setattr(kernel_proof, "_warned", set())
+    monkeypatch.setattr(
+        kernel_proof,
+        "objection",
+        lambda backend, shape, which, features: (
+            f"the kernel of {which} is disabled" if which == failing else None
+        ),
+    )
+
+    def gradient(implementation):
+        attend = functools.partial(
+            jax_flash_metal.flash_attention, implementation=implementation
+        )
+        step = jax.jit(jax.grad(lambda *x: attend(*x).sum(), argnums=(0, 1, 2)))
+        return step.lower(*qkv()).as_text()
+
+    with pytest.warns(
+        kernel_proof.KernelWarning, match=f"the kernel of {failing} is disabled"
+    ):
+        text = gradient(None)
+    other = {"forward": "backward", "backward": "forward"}[failing]
+    assert f"jax_flash_metal_{failing}" not in text
+    assert f"jax_flash_metal_{other}" in text
+    with pytest.raises(NotImplementedError, match=f"the kernel of {failing} is"):
+        gradient("cpu")
 
 
 def test_default_lowers_on_another_platform():
     traced = jax.jit(jax_flash_metal.flash_attention).trace(*qkv())
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "dot_general" in text and "jax_flash_metal" not in text
+
+
+@pytest.mark.usefixtures("proven")
+def test_platforms_that_share_a_rule_take_the_reference():
+    """Only cpu has a rule of its own: the kernels of flash_metal are its alone."""
+
+    def lowered_for(*platforms, implementation=None):
+        attend = functools.partial(
+            jax_flash_metal.flash_attention, implementation=implementation
+        )
+        traced = jax.jit(attend).trace(*qkv())
+        return traced.lower(lowering_platforms=platforms).as_text()
+
+    metal, native = "backend = 0 : i64", "backend = 1 : i64"
+    text = lowered_for("flash_metal", "cpu")
+    assert metal in text and native in text
+    text = lowered_for("flash_metal", "cuda", "cpu")
+    assert metal not in text and native in text
+    with pytest.raises(NotImplementedError, match="for 'flash_metal/cuda'; impl"):
+        lowered_for("flash_metal", "cuda", implementation="metal")
 
 
 def test_fallback_is_logged_once(caplog):

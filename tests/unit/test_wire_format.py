@@ -7,16 +7,25 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash_metal
-from jax_flash_metal import platforms
+from jax_flash_metal import kernel_proof, platforms
 
 T, S, N, K, H = 37, 53, 6, 3, 64
 
 
-@pytest.fixture
-def program(monkeypatch):
-    """The text of a lowered gradient; needs no library."""
+@pytest.fixture(autouse=True)
+def without_library(monkeypatch):
+    """Programs are lowered only."""
     monkeypatch.setattr(platforms, "ensure_registered", lambda: None)
+    monkeypatch.setattr(kernel_proof, "objection", lambda *call: None)
 
+
+@pytest.fixture
+def program():
+    """The text of a lowered gradient of the Metal kernels."""
+    return lowered_gradient("metal")
+
+
+def lowered_gradient(implementation):
     def loss(query, key, value):
         out = jax_flash_metal.flash_attention(
             query,
@@ -25,7 +34,7 @@ def program(monkeypatch):
             is_causal=True,
             q_offset=S - T,
             scale=0.25,
-            implementation="metal",
+            implementation=implementation,
         )
         return out.sum()
 
@@ -40,23 +49,28 @@ def custom_calls(program):
 
 def test_targets(program):
     targets = re.findall(r"custom_call @(\w+)", program)
-    assert targets == ["jax_flash_metal_forward_v2", "jax_flash_metal_backward_v2"]
+    assert targets == ["jax_flash_metal_forward_v3", "jax_flash_metal_backward_v3"]
 
 
-def test_attributes(program):
+@pytest.mark.parametrize(
+    ("implementation", "backend"), [("metal", 0), ("cpu", 1), (None, 1)]
+)
+def test_attributes(implementation, backend):
     expected = (
-        "backend_config = {dropout_rate = 0.000000e+00 : f64, is_causal = true, "
+        f"backend_config = {{backend = {backend} : i64, "
+        "dropout_rate = 0.000000e+00 : f64, is_causal = true, "
         "logits_soft_cap = 0.000000e+00 : f32, operands = 0 : i64, "
-        "q_offset = 16 : i64, scale = 2.500000e-01 : f32, version = 2 : i64, "
+        "q_offset = 16 : i64, scale = 2.500000e-01 : f32, version = 3 : i64, "
         "window_left = -1 : i64, window_right = -1 : i64}"
     )
-    for line in custom_calls(program):
+    lines = custom_calls(lowered_gradient(implementation))
+    assert len(lines) == 2
+    for line in lines:
         assert expected in line
 
 
-def test_options(monkeypatch):
+def test_options():
     """Every operand at its place, with its type; a gradient call for each of three."""
-    monkeypatch.setattr(platforms, "ensure_registered", lambda: None)
 
     def loss(x, bias, sinks, slopes, mask, ids, key):
         out = jax_flash_metal.flash_attention(
@@ -90,7 +104,7 @@ def test_options(monkeypatch):
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     lines = custom_calls(gradient.lower(*operands).as_text())
     (forward,), (backward,), gradients = (
-        [line for line in lines if f"@jax_flash_metal_{which}_v2" in line]
+        [line for line in lines if f"@jax_flash_metal_{which}_v3" in line]
         for which in ("forward", "backward", "gradient")
     )
     for line in lines:

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "plugin/device/software/cpu_features.h"
+#include "plugin/host_cpu.h"
 
 namespace jfm {
 namespace {
@@ -79,7 +79,7 @@ const Arithmetic kBaselineArithmetic = {&RunProductBaseline, &HalfToFloat, &Floa
 
 const Arithmetic& ThisArithmetic() {
 #if defined(__x86_64__)
-  static const bool has_avx2 = CpuHasAvx2FmaF16c();
+  static const bool has_avx2 = DetectCpuFeatures().avx2;
   if (has_avx2) return kAvx2Arithmetic;
 #endif
   return kBaselineArithmetic;

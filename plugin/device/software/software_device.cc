@@ -12,6 +12,7 @@
 #include "plugin/device/software/kernel_abi.h"
 #include "plugin/device/software/thread_pool.h"
 #include "plugin/device/software/threadgroup.h"
+#include "plugin/host_cpu.h"
 
 #ifdef JFM_CHECKER
 #include "plugin/device/software/checker.h"

@@ -1,7 +1,6 @@
 #include "plugin/device/software/thread_pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+
+#include "plugin/host_cpu.h"
 
 namespace jfm {
 namespace {
@@ -90,12 +91,6 @@ std::atomic<Pool*> Pool::current_{nullptr};
 std::atomic<int> requested_threads{0};
 
 }  // namespace
-
-int NumCpus() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
-}
 
 void SetNumThreads(int num_threads) { requested_threads = std::max(0, num_threads); }
 

@@ -8,9 +8,6 @@
 
 namespace jfm {
 
-// CPUs of the process's affinity mask, at least 1.
-int NumCpus();
-
 // Threads per ParallelFor, the caller included; 0 = NumCpus().
 void SetNumThreads(int num_threads);
 int NumThreads();

@@ -27,8 +27,8 @@
 #include "plugin/device/apple/kernel_sources.h"
 #include "plugin/device/default_device.h"
 #include "plugin/device/software/software_device.h"
-#include "tests/plugin/device/apple/attention_case.h"
 #include "tests/plugin/device/fake_metal/fake_metal.h"
+#include "tests/sanitize/attention_case.h"
 
 // Counted: an archive must be on the disk before it gets its name.
 static std::atomic<int> num_syncs{0};

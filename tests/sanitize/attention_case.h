@@ -1,4 +1,4 @@
-// Attention problems over memory of their own, to run on two devices and compare.
+// Attention problems over memory of their own, to run in two ways and compare.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +11,8 @@
 
 #include "plugin/attention/host_problem.h"
 #include "plugin/attention/planner.h"
+#include "plugin/cpu/attention.h"
+#include "plugin/cpu/workers.h"
 #include "tests/sanitize/driver.h"
 
 namespace jfm {
@@ -30,12 +32,14 @@ class Attention {
   explicit Attention(const Shape& shape, size_t shift = 0) : shape_(shape), shift_(shift) {
     uint32_t state = 1;
     for (size_t i = 0; i < memory_.size(); ++i) {
-      memory_[i].resize(Bytes(i) + 64 + shift_);
-      const size_t width = ElementBytes(i);
-      for (size_t at = 0; at < Bytes(i); at += width) {
+      const size_t size_bytes = Bytes(i), width = ElementBytes(i);
+      const TensorSpec spec = Spec(i);
+      memory_[i].resize(size_bytes + 64 + shift_);
+      char* const data = Data(i);
+      for (size_t at = 0; at < size_bytes; at += width) {
         state = state * 1664525 + 1013904223;
-        const uint32_t bits = Bits(i, state);
-        std::memcpy(Data(i) + at, &bits, width);
+        const uint32_t bits = Bits(spec, state);
+        std::memcpy(data + at, &bits, width);
       }
     }
   }
@@ -51,6 +55,14 @@ class Attention {
     int64_t count = shape_.batch;
     for (size_t i = 0; i < spec.num_dims; ++i) count *= spec.dims[i].Size(p);
     return static_cast<size_t>(count) * ElementBytes(tensor);
+  }
+
+  // Tensors of kTensors, and a gradient of each operand that can have one: numbers of memory.
+  static size_t GradientMemory(GradientOf of) { return kGradientTensor + static_cast<size_t>(of); }
+
+  // Its row; of a gradient, the row of the operand.
+  TensorSpec Spec(size_t memory) const {
+    return SpecOfTensor(std::min(memory, kGradientTensor), Sizes(memory));
   }
 
   // With strides, but no buffers.
@@ -70,21 +82,21 @@ class Attention {
   }
 
   Status Run(Device& device, const Pass& pass, GradientOf of = GradientOf::kBias) {
-    HostProblem host;
-    host.problem = Problem(of);
-    for (size_t i : pass.Tensors(host.problem)) {
-      const size_t memory = i == kGradientTensor ? GradientMemory(of) : i;
-      host.memory[i] = {Data(memory), static_cast<int64_t>(Bytes(memory))};
-    }
-    return RunOnHost(device, pass, std::move(host));
+    return RunOnDevice(device, pass, Host(pass, of));
+  }
+  // By the CPU kernels.
+  Status Run(cpu::Workers& workers, const Pass& pass, GradientOf of = GradientOf::kBias) {
+    const HostProblem host = Host(pass, of);
+    return cpu::Run(pass, host, workers);
   }
   // All passes that there are.
-  Status Run(Device& device) {
-    Status status = Run(device, kForwardPass);
-    if (status.ok()) status = Run(device, kBackwardPass);
+  template <class DeviceOrWorkers>
+  Status Run(DeviceOrWorkers& where) {
+    Status status = Run(where, kForwardPass);
+    if (status.ok()) status = Run(where, kBackwardPass);
     if (!shape_.has_features) return status;
     for (GradientOf of : {GradientOf::kBias, GradientOf::kSinks, GradientOf::kSlopes}) {
-      if (status.ok()) status = Run(device, kGradientPass, of);
+      if (status.ok()) status = Run(where, kGradientPass, of);
     }
     return status;
   }
@@ -98,19 +110,22 @@ class Attention {
   }
 
  private:
-  // The last tensor of the table has a memory for each operand that it can be of.
-  static size_t GradientMemory(GradientOf of) { return kGradientTensor + static_cast<size_t>(of); }
-
-  TensorSpec Spec(size_t memory) const {
-    return SpecOfTensor(std::min(memory, kGradientTensor), Sizes(memory));
+  HostProblem Host(const Pass& pass, GradientOf of) {
+    HostProblem host;
+    host.problem = Problem(of);
+    for (size_t i : pass.Tensors(host.problem)) {
+      const size_t memory = i == kGradientTensor ? GradientMemory(of) : i;
+      host.memory[i] = {Data(memory), static_cast<int64_t>(Bytes(memory))};
+    }
+    return host;
   }
+
   size_t ElementBytes(size_t memory) const {
     return static_cast<size_t>(SpecOf(Spec(memory).element, Sizes(memory)).size_bytes);
   }
 
-  uint32_t Bits(size_t memory, uint32_t random) const {
+  uint32_t Bits(const TensorSpec& spec, uint32_t random) const {
     const uint32_t sign = random >> 31, digits = random >> 8;
-    const TensorSpec spec = Spec(memory);
     switch (spec.element) {
       case Element::kUint32:
         return random;
@@ -146,7 +161,7 @@ class Attention {
     p.q_offset = shape_.kv_len - shape_.q_len;
     if (shape_.has_features) {
       SetGiven(p, (1 << kNumOptional) - 1);
-      p.window_left = shape_.kv_len - 5;
+      p.window_left = std::max<int64_t>(shape_.kv_len - 5, 0);
       p.logits_soft_cap = 3;
       p.dropout_rate = 0.25;
     }
