@@ -1,6 +1,6 @@
 """Peak memory of forward and backward for every feature: linear in the length.
 
-    python -m tests.benchmarks.feature_memory [FEATURE…]
+    python -m tests.benchmarks.feature_memory [--implementation cpu|metal] [FEATURE…]
 
 Every figure comes from a process of its own: its maximum resident size while a compiled
 program runs once, without what it held before (the inputs among it). Fails if a
@@ -139,6 +139,7 @@ def main() -> int:
     )
     parser.add_argument("features", nargs="*", help="of: " + ", ".join(FEATURES))
     parser.add_argument("--length", type=int, default=LENGTH, help="and twice that")
+    parser.add_argument("--implementation", choices=("cpu", "metal"), default="cpu")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -146,16 +147,17 @@ def main() -> int:
         print(json.dumps(measure(feature, int(length), implementation)))
         return 0
 
+    ours = arguments.implementation
     short, long = arguments.length, 2 * arguments.length
     print(
         f"MB of one forward and backward pass, batch {BATCH}, {HEADS} head of "
         f"{HEAD_DIM}, float32"
     )
     row = "{:>16}  {:>8}  {:>8}  {:>6}  {:>8}  {:>10}"
-    titles = ("feature", str(short), str(long), "ratio", f"xla {long}", "xla/metal")
+    titles = ("feature", str(short), str(long), "ratio", f"xla {long}", f"xla/{ours}")
     print(row.format(*titles))
     failed = []
-    runs = ((short, "metal"), (long, "metal"), (long, "xla"))
+    runs = ((short, ours), (long, ours), (long, "xla"))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         features = arguments.features or list(FEATURES)
         futures = {
