@@ -10,15 +10,24 @@
 namespace jfm::cpu {
 namespace {
 
-constexpr size_t kAlignment = 64;             // a cache line, and the widest register
+constexpr size_t kAlignment = 64;               // a cache line, and the widest register
 constexpr size_t kMinBytes = size_t{64} << 10;  // so that one buffer serves many calls
 constexpr int kMaxKept = 128;
 
-// Of one buffer. All threads of a call share one: up to 1.5 MB each. At least that of two.
-size_t MaxKeptBytes() {
-  return (size_t{2} << 20) * static_cast<size_t>(std::max(2, NumCpus()));
+// Of what is kept. Found once: to ask the system for the CPUs takes a part of a small call.
+struct Limits {
+  size_t buffer_bytes;  // all threads of a call share a buffer: up to 1.5 MB each
+  size_t all_bytes;
+  int num_buffers;
+};
+const Limits& KeptLimits() {
+  static const Limits limits = [] {
+    const int num_cpus = NumCpus();
+    const size_t buffer_bytes = (size_t{2} << 20) * static_cast<size_t>(std::max(2, num_cpus));
+    return Limits{buffer_bytes, 4 * buffer_bytes, std::min(2 * num_cpus, kMaxKept)};
+  }();
+  return limits;
 }
-size_t MaxAllKeptBytes() { return 4 * MaxKeptBytes(); }
 
 struct Kept {
   char* data = nullptr;
@@ -54,19 +63,18 @@ Kept Take(size_t size_bytes) {
 // Keeps the buffer, or returns another one that is to be freed: the smaller of two, because
 // the larger one serves for both.
 Kept Keep(Kept buffer) {
-  const int max_kept = std::min(2 * NumCpus(), kMaxKept);
-  const size_t max_all_kept_bytes = MaxAllKeptBytes();
+  const Limits& limits = KeptLimits();
   std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
   if (!lock.owns_lock()) return buffer;
   Kept freed;
-  if (num_kept >= max_kept || all_kept_bytes + buffer.size_bytes > max_all_kept_bytes) {
+  if (num_kept >= limits.num_buffers || all_kept_bytes + buffer.size_bytes > limits.all_bytes) {
     int smallest = 0;
     for (int i = 1; i < num_kept; ++i) {
       if (kept[i].size_bytes < kept[smallest].size_bytes) smallest = i;
     }
     if (num_kept == 0 || kept[smallest].size_bytes >= buffer.size_bytes) return buffer;
     freed = TakeAt(smallest);
-    if (all_kept_bytes + buffer.size_bytes > max_all_kept_bytes) {
+    if (all_kept_bytes + buffer.size_bytes > limits.all_bytes) {
       std::swap(freed, buffer);
     }
   }
@@ -77,7 +85,7 @@ Kept Keep(Kept buffer) {
 
 // A power of two for sizes that are kept: few different ones, which fit each other's calls.
 size_t RoundUp(size_t size_bytes) {
-  const size_t max = MaxKeptBytes();
+  const size_t max = KeptLimits().buffer_bytes;
   if (size_bytes > max) return size_bytes;
   size_t rounded = kMinBytes;
   while (rounded < size_bytes) rounded *= 2;
@@ -86,9 +94,8 @@ size_t RoundUp(size_t size_bytes) {
 
 }  // namespace
 
-Scratch::Scratch(size_t size_bytes) noexcept
-    : data_(nullptr), size_bytes_(RoundUp(size_bytes)) {
-  if (size_bytes_ <= MaxKeptBytes()) {
+Scratch::Scratch(size_t size_bytes) noexcept : data_(nullptr), size_bytes_(RoundUp(size_bytes)) {
+  if (size_bytes_ <= KeptLimits().buffer_bytes) {
     const Kept found = Take(size_bytes_);
     if (found.data != nullptr) {
       data_ = found.data;
@@ -103,7 +110,7 @@ Scratch::Scratch(size_t size_bytes) noexcept
 Scratch::~Scratch() {
   if (data_ == nullptr) return;
   Kept freed = {data_, size_bytes_};
-  if (size_bytes_ <= MaxKeptBytes()) freed = Keep(freed);
+  if (size_bytes_ <= KeptLimits().buffer_bytes) freed = Keep(freed);
   std::free(freed.data);
 }
 
