@@ -345,9 +345,7 @@ JFM_EXPORT void jfm_set_threads(int num_threads) {
 
 JFM_EXPORT void jfm_set_max_launch_work(double operations) { jfm::SetMaxLaunchWork(operations); }
 
-JFM_EXPORT int jfm_cpu_isas(char* text, size_t text_size) {
-  return jfm::ListIsas(text, text_size);
-}
+JFM_EXPORT int jfm_cpu_isas(char* text, size_t text_size) { return jfm::ListIsas(text, text_size); }
 
 JFM_EXPORT int jfm_cpu_set_isa(const char* name) { return jfm::SetIsa(name); }
 

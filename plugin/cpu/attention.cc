@@ -22,7 +22,6 @@ constexpr PassRow kPasses[] = {{&kForwardPass, "forward", &Kernels::forward, 2},
 // Less than this is done before a helper has woken up, which takes some 30 us.
 constexpr double kMinSharedOperations = 4e6;
 
-
 const PassRow& RowOf(const Pass& pass) {
   for (const PassRow& row : kPasses) {
     if (row.pass == &pass) return row;
@@ -38,7 +37,8 @@ Status Run(const Pass& pass, const HostProblem& host, Workers& workers) {
   }
   for (size_t i : pass.Tensors(host.problem)) {
     if (!host.memory[i].is_native || host.memory[i].size_bytes == 0) continue;
-    return Unimplemented(std::string(kTensors[i].name) + " is an object of the device, which the "
+    return Unimplemented(std::string(kTensors[i].name) +
+                         " is an object of the device, which the "
                          "CPU kernels cannot read: use implementation=\"metal\".");
   }
   const Problem problem = MakeProblem(pass, host);

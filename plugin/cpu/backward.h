@@ -393,22 +393,12 @@ Outcome BackwardOf(const Problem& p, Workers& workers) {
 }
 
 Outcome Backward(const Problem& p, Workers& workers) {
-  switch (p.dtype) {
-    case Dtype::kFloat32:
-      return BackwardOf<Float32, Form::kFloat32>(p, workers);
-    case Dtype::kFloat16:
-      return BackwardOf<Float16, Form::kFloat32>(p, workers);
-    case Dtype::kBfloat16:
-#if defined(__AVX512BF16__)
-      // An element of dvalue is a sum over the queries, of P of some 1 / kv_len each: for few keys
-      // the roundings of P would add up to more than those of the result.
-      if (p.q_len * p.num_groups <= 4 * p.kv_len * p.kv_len) {
-        return BackwardOf<Bfloat16, Form::kPairs>(p, workers);
-      }
-#endif
-      return BackwardOf<Bfloat16, Form::kFloat32>(p, workers);
-  }
-  __builtin_unreachable();
+  // An element of dvalue is a sum over the queries, of P of some 1 / kv_len each: for few keys the
+  // roundings of P to bfloat16 would add up to more than those of the result.
+  const bool may_pair = p.q_len * p.num_groups <= 4 * p.kv_len * p.kv_len;
+  return WithLayout(p.dtype, may_pair, [&](auto layout) {
+    return BackwardOf<typename decltype(layout)::Type, decltype(layout)::kForm>(p, workers);
+  });
 }
 
 }  // namespace

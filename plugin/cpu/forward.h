@@ -12,8 +12,8 @@
 // merges them. How depends on the shape only, and so does every sum's order.
 #pragma once
 
-#include "plugin/cpu/scores.h"
 #include "plugin/cpu/kernels.h"
+#include "plugin/cpu/scores.h"
 #include "plugin/cpu/scratch.h"
 
 namespace jfm::cpu::JFM_ISA {
@@ -29,13 +29,13 @@ constexpr int64_t kManyUnits = 32;
 constexpr int64_t kMinSplitKeys = 4 * kBlockKeys;
 // More, and a unit has several blocks of rows, whose Q and O take at most so many bytes: keys and
 // values are read less often. Rows of a head lie far apart in memory where there are several heads,
-// and of those few fit a cache (B1 H8 L2048 D64 float32, EPYC 9004: 11 % of the time).
+// and of those few fit a cache.
 constexpr int64_t kMaxRowBytes = 400 << 10;
 
 // How a forward pass is cut. Depends on the shape only.
 struct ForwardPlan {
-  int64_t block_queries;    // of a head, in a block of rows
-  int64_t heads_per_unit;   // of a group; several only if there is one block of queries
+  int64_t block_queries;   // of a head, in a block of rows
+  int64_t heads_per_unit;  // of a group; several only if there is one block of queries
   int64_t blocks_per_unit;
   int64_t num_query_units, num_head_blocks;  // of a head, and of a group
   int64_t num_splits, keys_per_split;
@@ -74,17 +74,17 @@ ForwardPlan PlanForward(const Problem& p) {
 // The memory of a worker.
 struct ForwardScratch {
   // Of a unit.
-  float* query;    // [rows, width]
-  float* out;      // [rows, value_width]
-  float* max;      // [rows], in score units
-  float* sums;     // [rows, kWidth]
+  float* query;  // [rows, width]
+  float* out;    // [rows, value_width]
+  float* max;    // [rows], in score units
+  float* sums;   // [rows, kWidth]
   // Of a block of keys.
-  float* key;      // transposed
-  float* value;    // stacked
+  float* key;    // transposed
+  float* value;  // stacked
   // Of that and a block of rows.
-  float* scores;   // [rows, kBlockKeys]
+  float* scores;         // [rows, kBlockKeys]
   int32_t *begin, *end;  // [rows]: the band
-  Tile* tiles;  // per head
+  Tile* tiles;           // per head
   TileMemory* memory;
 
   static ForwardScratch Carve(Carver& carver, const ForwardPlan& plan) {
@@ -107,8 +107,8 @@ struct ForwardScratch {
 
 // What a part of the keys leaves for the merge.
 struct Partials {
-  float* out;   // [num_units, rows, value_width]
-  float* max;   // [num_units, rows]
+  float* out;  // [num_units, rows, value_width]
+  float* max;  // [num_units, rows]
   float* sum;
 };
 
@@ -160,14 +160,13 @@ inline ForwardUnit UnitOf(const ForwardCall& call, int64_t index) {
   unit.kv_head = index % p.num_kv_heads;
   unit.batch = index / p.num_kv_heads;
   unit.first_head = unit.kv_head * p.num_groups + head_block * plan.heads_per_unit;
-  unit.num_heads =
-      AtMost(plan.heads_per_unit, p.num_groups - head_block * plan.heads_per_unit);
+  unit.num_heads = AtMost(plan.heads_per_unit, p.num_groups - head_block * plan.heads_per_unit);
   return unit;
 }
 
 // Rows whose scores need nothing but a product and a range. In place, products -> probabilities on
-// [begin, end), multiples of kRowAlignment, of which [key_begin, key_end) is seen; kPairs: as pairs.
-// Returns the factor of what was accumulated before.
+// [begin, end), multiples of kRowAlignment, of which [key_begin, key_end) is seen; kPairs: as
+// pairs. Returns the factor of what was accumulated before.
 template <Form kForm>
 JFM_CPU_INLINE float PlainRow(float* x, int64_t begin, int64_t end, int64_t key_begin,
                               int64_t key_end, float scale, float* row_max, float* row_sum) {
@@ -178,8 +177,8 @@ JFM_CPU_INLINE float PlainRow(float* x, int64_t begin, int64_t end, int64_t key_
   // (Of the last two vectors the second may hold what no product has written.)
   const auto hide = [&](int64_t j) {
     const I column = Lanes() + static_cast<int32_t>(j);
-    const I seen = (column >= static_cast<int32_t>(key_begin)) &
-                   (column < static_cast<int32_t>(key_end));
+    const I seen =
+        (column >= static_cast<int32_t>(key_begin)) & (column < static_cast<int32_t>(key_end));
     Store(x + j, Select(seen, Load(x + j), Broadcast(-kInfinity)));
   };
   if (first < last) {
@@ -249,16 +248,15 @@ float GeneralRow(const Head& head, const Tile& tile, int64_t row, float* x, int6
 
 // The tiles of a block of rows and one of keys, and their band. false: nobody sees anyone.
 inline bool PrepareTiles(const ForwardUnit& unit, const Head* heads, const RowBlock& block,
-                         bool is_careful, int64_t first_key, int64_t num_keys,
-                         ForwardScratch& s) {
+                         bool is_careful, int64_t first_key, int64_t num_keys, ForwardScratch& s) {
   bool any = false;
   for (int64_t h = 0; h < unit.num_heads; ++h) {
     Tile& tile = s.tiles[h];
     int32_t* begin = s.begin + h * block.num_queries;
     int32_t* end = s.end + h * block.num_queries;
     const size_t bytes = sizeof(*begin) * static_cast<size_t>(block.num_queries);
-    if (PrepareTile(heads[h], block.first_query, block.num_queries, first_key, num_keys,
-                    is_careful, s.memory->At(h * block.num_queries), tile)) {
+    if (PrepareTile(heads[h], block.first_query, block.num_queries, first_key, num_keys, is_careful,
+                    s.memory->At(h * block.num_queries), tile)) {
       any = true;
       std::memcpy(begin, tile.key_begin, bytes);
       std::memcpy(end, tile.key_end, bytes);
@@ -305,7 +303,8 @@ void SoftmaxOfBlock(const ForwardPlan& plan, const Head* heads, const RowBlock& 
   }
 }
 
-// Values that are not finite, of a block of keys that was sanitised: a row that sees one becomes NaN.
+// Values that are not finite, of a block of keys that was sanitised: a row that sees one becomes
+// NaN.
 template <class T>
 void MarkRowsThatSee(const Source<T>& value, const Head* heads, const RowBlock& block,
                      ForwardScratch& s) {
@@ -337,9 +336,9 @@ void ForwardBlock(const ForwardCall& call, const ForwardUnit& unit, const Head* 
     const RowBlock block = RowBlockOf(plan, unit, index);
     if (!PrepareTiles(unit, heads, block, is_careful, first_key, num_keys, s)) continue;
     if (!is_packed) {
-      PackTransposed<kForm>(SourceOf<T>(p, p.key, unit.batch, unit.kv_head, first_key, num_keys,
-                                        p.head_dim),
-                            s.key, kBlockKeys, key_seen);
+      PackTransposed<kForm>(
+          SourceOf<T>(p, p.key, unit.batch, unit.kv_head, first_key, num_keys, p.head_dim), s.key,
+          kBlockKeys, key_seen);
       PackStacked<kForm>(value, s.value, value_seen);
       if (value_seen.any_large()) {
         Sanitize<kForm>(s.value, NumElements<kForm>(num_keys) * plan.value_width);
@@ -390,8 +389,8 @@ void WriteRow(const Problem& p, const Head& head, int64_t batch, int64_t head_in
   for (int64_t j = 0; j < p.value_head_dim; j += kWidth) {
     StorePart(to, j, p.value_head_dim, Load(out + j) * Broadcast(result.factor));
   }
-  float* logsumexp = reinterpret_cast<float*>(p.logsumexp.data) +
-                     OffsetOf(p, p.logsumexp, batch, head_index);
+  float* logsumexp =
+      reinterpret_cast<float*>(p.logsumexp.data) + OffsetOf(p, p.logsumexp, batch, head_index);
   logsumexp[query * p.logsumexp.row_stride] = result.logsumexp;
 }
 
@@ -474,8 +473,7 @@ void MergeForwardUnit(void* context, int64_t index, int worker) {
     for (int64_t row = 0; row < block.num_rows; ++row) {
       const int64_t h = row / block.num_queries;
       const Head head = MakeHead(p, unit.batch, unit.first_head + h);
-      const int64_t first =
-          index * plan.num_splits * plan.rows_per_unit() + block.first_row + row;
+      const int64_t first = index * plan.num_splits * plan.rows_per_unit() + block.first_row + row;
       float max = kMostNegative, sum = 0;
       for (int64_t k = 0; k < plan.num_splits; ++k) {
         const float other = call.partials.max[first + k * plan.rows_per_unit()];
@@ -526,19 +524,9 @@ Outcome ForwardOf(const Problem& p, Workers& workers) {
 }
 
 Outcome Forward(const Problem& p, Workers& workers) {
-  switch (p.dtype) {
-    case Dtype::kFloat32:
-      return ForwardOf<Float32, Form::kFloat32>(p, workers);
-    case Dtype::kFloat16:
-      return ForwardOf<Float16, Form::kFloat32>(p, workers);
-    case Dtype::kBfloat16:
-#if defined(__AVX512BF16__)
-      return ForwardOf<Bfloat16, Form::kPairs>(p, workers);
-#else
-      return ForwardOf<Bfloat16, Form::kFloat32>(p, workers);
-#endif
-  }
-  __builtin_unreachable();
+  return WithLayout(p.dtype, true, [&](auto layout) {
+    return ForwardOf<typename decltype(layout)::Type, decltype(layout)::kForm>(p, workers);
+  });
 }
 
 }  // namespace

@@ -356,19 +356,9 @@ Outcome RunGradient(const Problem& p, Workers& workers) {
 }
 
 Outcome Gradient(const Problem& p, Workers& workers) {
-  switch (p.dtype) {
-    case Dtype::kFloat32:
-      return RunGradient<Float32, Form::kFloat32>(p, workers);
-    case Dtype::kFloat16:
-      return RunGradient<Float16, Form::kFloat32>(p, workers);
-    case Dtype::kBfloat16:
-#if defined(__AVX512BF16__)
-      return RunGradient<Bfloat16, Form::kPairs>(p, workers);
-#else
-      return RunGradient<Bfloat16, Form::kFloat32>(p, workers);
-#endif
-  }
-  __builtin_unreachable();
+  return WithLayout(p.dtype, true, [&](auto layout) {
+    return RunGradient<typename decltype(layout)::Type, decltype(layout)::kForm>(p, workers);
+  });
 }
 
 }  // namespace

@@ -41,10 +41,10 @@ JFM_CPU_INLINE Source<T> SourceOf(const Problem& p, const Tensor& tensor, int64_
 // What the scores of one (batch, head) depend on besides query and key.
 struct Head {
   const Problem* problem;
-  float scale;           // |scale|: query is packed with its sign
-  float score_scale;     // of q·k to a score in score units
-  bool is_plain;         // neither bias nor slopes nor softcap
-  const char* bias;      // of this head; null: none
+  float scale;        // |scale|: query is packed with its sign
+  float score_scale;  // of q·k to a score in score units
+  bool is_plain;      // neither bias nor slopes nor softcap
+  const char* bias;   // of this head; null: none
   const uint8_t* mask;
   const int32_t* q_segment_ids;
   const int32_t* kv_segment_ids;
@@ -70,8 +70,8 @@ Head MakeHead(const Problem& problem, int64_t batch, int64_t head) {
   };
   Head h = {};
   h.problem = &problem;
-  h.is_plain = problem.bias.data == nullptr && problem.slopes.data == nullptr &&
-               problem.soft_cap == 0.0f;
+  h.is_plain =
+      problem.bias.data == nullptr && problem.slopes.data == nullptr && problem.soft_cap == 0.0f;
   h.scale = problem.scale < 0 ? -problem.scale : problem.scale;
   h.score_scale = h.is_plain ? static_cast<float>(h.scale * 1.4426950408889634) : h.scale;
   h.bias = find(problem.bias, problem.bias_dtype == Dtype::kFloat32 ? 4 : 2);
@@ -80,8 +80,7 @@ Head MakeHead(const Problem& problem, int64_t batch, int64_t head) {
   h.kv_segment_ids = find_int(problem.kv_segment_ids);
   const int32_t* query_length = find_int(problem.query_lengths);
   const int32_t* kv_length = find_int(problem.kv_lengths);
-  h.query_length =
-      query_length == nullptr ? problem.q_len : Clamp(*query_length, 0, problem.q_len);
+  h.query_length = query_length == nullptr ? problem.q_len : Clamp(*query_length, 0, problem.q_len);
   h.kv_length = kv_length == nullptr ? problem.kv_len : Clamp(*kv_length, 0, problem.kv_len);
   const int32_t* q_offset = find_int(problem.q_offsets);
   h.q_offset = q_offset == nullptr ? problem.q_offset : *q_offset;
@@ -203,7 +202,7 @@ bool FindVisible(const uint8_t* mask, int32_t query_id, const int32_t* key_ids, 
     if constexpr (kHasSegments) {
       MaskIds ids;
       std::memcpy(&ids, key_ids + j, sizeof(ids));
-      bytes &= (MaskBytes)__builtin_convertvector(ids == query_id, SignedMaskBytes);
+      bytes &= (MaskBytes) __builtin_convertvector(ids == query_id, SignedMaskBytes);
     }
     std::memcpy(visible + j, &bytes, sizeof(bytes));
     // Little-endian halves, whose lowest byte is the first key's.
@@ -280,8 +279,7 @@ bool PrepareTile(const Head& head, int64_t first_query, int64_t num_queries, int
       !FindVisible(head, memory.visible, tile)) {
     return false;
   }
-  tile.has_elements =
-      is_careful || !head.is_plain || head.has_dropout || tile.visible != nullptr;
+  tile.has_elements = is_careful || !head.is_plain || head.has_dropout || tile.visible != nullptr;
   if (!head.has_dropout) return true;
   constexpr int64_t kStep = 2 * kWidth;
   tile.kept = memory.kept;

@@ -7,6 +7,7 @@
 //   stacked     [num_rows, width]   right operand of a product over the rows: pairs of rows
 #pragma once
 
+#include "plugin/cpu/problem.h"
 #include "plugin/cpu/product.h"
 
 namespace jfm::cpu::JFM_ISA {
@@ -102,6 +103,30 @@ JFM_CPU_INLINE void StorePart(T* row, int64_t col, int64_t width, V x) {
   T part[kWidth];
   T::Store(part, x);
   if (col < width) std::memcpy(row + col, part, static_cast<size_t>(width - col) * sizeof(T));
+}
+
+// A dtype's type in memory and the form of its blocks.
+template <class T, Form kFormOfBlocks>
+struct Layout {
+  using Type = T;
+  static constexpr Form kForm = kFormOfBlocks;
+};
+
+// run(Layout) of a dtype. may_pair: bfloat16 may stay pairs.
+template <class Run>
+JFM_CPU_INLINE auto WithLayout(Dtype dtype, [[maybe_unused]] bool may_pair, Run run) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return run(Layout<Float32, Form::kFloat32>());
+    case Dtype::kFloat16:
+      return run(Layout<Float16, Form::kFloat32>());
+    case Dtype::kBfloat16:
+#if defined(__AVX512BF16__)
+      if (may_pair) return run(Layout<Bfloat16, Form::kPairs>());
+#endif
+      return run(Layout<Bfloat16, Form::kFloat32>());
+  }
+  __builtin_unreachable();
 }
 
 // What packing has seen of a block's numbers.
@@ -265,9 +290,9 @@ JFM_CPU_INLINE void PairColumns(float* row, int64_t begin, int64_t end) {
 // Two rows, float32, to one of pairs over the rows.
 JFM_CPU_INLINE V PairRows(V even, V odd) {
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  const __m512i interleave = _mm512_set_epi16(
-      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
-      3, 18, 2, 17, 1, 16, 0);
+  const __m512i interleave =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return (V)_mm512_permutexvar_epi16(interleave, both);
 }
 #endif

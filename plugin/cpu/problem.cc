@@ -14,12 +14,18 @@ namespace {
 
 // Parallel to kTensors.
 constexpr std::array<Tensor Problem::*, kTensors.size()> kMembers = {
-    &Problem::query, &Problem::key, &Problem::value, &Problem::bias, &Problem::mask,
-    &Problem::q_offsets, &Problem::q_segment_ids, &Problem::kv_segment_ids,
-    &Problem::query_lengths, &Problem::kv_lengths, &Problem::sinks, &Problem::slopes,
-    &Problem::dropout_key, &Problem::dropout_batch, &Problem::dropout_head, &Problem::out,
-    &Problem::logsumexp, &Problem::dout, &Problem::dlogsumexp, &Problem::dquery, &Problem::dkey,
-    &Problem::dvalue, &Problem::gradient,
+    &Problem::query,         &Problem::key,
+    &Problem::value,         &Problem::bias,
+    &Problem::mask,          &Problem::q_offsets,
+    &Problem::q_segment_ids, &Problem::kv_segment_ids,
+    &Problem::query_lengths, &Problem::kv_lengths,
+    &Problem::sinks,         &Problem::slopes,
+    &Problem::dropout_key,   &Problem::dropout_batch,
+    &Problem::dropout_head,  &Problem::out,
+    &Problem::logsumexp,     &Problem::dout,
+    &Problem::dlogsumexp,    &Problem::dquery,
+    &Problem::dkey,          &Problem::dvalue,
+    &Problem::gradient,
 };
 
 }  // namespace

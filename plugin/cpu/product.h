@@ -95,10 +95,12 @@ using TileFunction = void (*)(float*, int64_t, const float*, int64_t, int64_t, c
 // By the numbers of rows and vectors, from 1.
 template <class Product, bool kAccumulate>
 JFM_CPU_INLINE TileFunction TileOf(int64_t num_rows, int64_t num_vectors) {
-#define JFM_TILES(rows)                                                                     \
-  {MultiplyTile<Product, rows, 1, kAccumulate>, MultiplyTile<Product, rows, 2, kAccumulate>, \
-   MultiplyTile<Product, rows, kTileVectors == 4 ? 3 : 2, kAccumulate>,                     \
-   MultiplyTile<Product, rows, kTileVectors, kAccumulate>}
+#define JFM_TILES(rows)                                                                       \
+  {                                                                                           \
+    MultiplyTile<Product, rows, 1, kAccumulate>, MultiplyTile<Product, rows, 2, kAccumulate>, \
+        MultiplyTile<Product, rows, kTileVectors == 4 ? 3 : 2, kAccumulate>,                  \
+        MultiplyTile<Product, rows, kTileVectors, kAccumulate>                                \
+  }
   static constexpr TileFunction kTiles[kTileRows][4] = {JFM_TILES(1), JFM_TILES(2), JFM_TILES(3),
                                                         JFM_TILES(4), JFM_TILES(5), JFM_TILES(6)};
 #undef JFM_TILES

@@ -30,8 +30,6 @@ JFM_CPU_INLINE int64_t MaxKeys(const Problem& p) {
 }
 constexpr int64_t kMinKeys = 64;
 
-
-
 // The size of blocks of equal size, at least as many as that.
 JFM_CPU_INLINE int64_t BlockSize(int64_t num_rows, int64_t num_blocks, int64_t unit) {
   return AtLeast(RoundUp(CeilDiv(num_rows, AtLeast(num_blocks, 1)), unit), unit);
@@ -159,8 +157,7 @@ void ScoreGradients(const Head& head, const TilePlan& plan, const RowStatistics*
     int64_t last = RoundUp(tile.key_end[i], kWidth);
     if (tile.key_begin[i] >= tile.key_end[i]) {
       first = last = 0;
-    } else if (tile.has_elements || statistics[i].factor != 1.0f ||
-               IsCoarse(head, statistics[i])) {
+    } else if (tile.has_elements || statistics[i].factor != 1.0f || IsCoarse(head, statistics[i])) {
       GradientRow(head, tile, i, statistics[i], s, dp, first, last);
     } else {
       PlainGradientRow(head.score_scale, statistics[i], tile.key_begin[i], tile.key_end[i], s, dp);
@@ -204,9 +201,9 @@ JFM_CPU_INLINE float RowDot(const T* dout, const T* out, int64_t width) {
   return ReduceSum(Select(is_finite, sum, Broadcast(__builtin_nanf(""))));
 }
 
-// New statistics of rows with a coarse logsumexp, those of a block of queries whose factor is 0: the
-// maximum of their scores in its place, which is one of them and thus exact (a logsumexp has been to
-// natural units and back), and as factor 1 / Σ exp(x - maximum).
+// New statistics of rows with a coarse logsumexp, those of a block of queries whose factor is 0:
+// the maximum of their scores in its place, which is one of them and thus exact (a logsumexp has
+// been to natural units and back), and as factor 1 / Σ exp(x - maximum).
 template <class T, Form kForm>
 void FindFactors(const StatisticsCall& call, int64_t batch, int64_t head_index, int64_t first_query,
                  int64_t num_queries, TileScratch& t, RowStatistics* statistics) {
