@@ -36,6 +36,13 @@ WHEELS = {
         "8019b2db622599267d66cc168b2f0dbf5af929790a6c3b3913e00eabc42a7947",
         ("mlx/include/metal_cpp/", "mlx/lib/libmlx.dylib"),
     ),
+    # MLX's kernels as Apple's compiler made them, and the headers they are made of.
+    "mlx-kernels": Wheel(
+        "mlx-metal",
+        "0.32.4",
+        "8019b2db622599267d66cc168b2f0dbf5af929790a6c3b3913e00eabc42a7947",
+        ("mlx/lib/mlx.metallib", "mlx/include/mlx/backend/metal/kernels/"),
+    ),
     # Metadata that was made from Apple's SDK, and protocols as Apple's compiler encodes
     # them (MIT).
     "pyobjc-metal": Wheel(
@@ -70,6 +77,10 @@ class Unavailable(Exception):
     """A wheel cannot be had, or is not the one that was asked for."""
 
 
+class Unreachable(Unavailable):
+    """A wheel could not be downloaded."""
+
+
 def folder_of(name: str) -> Path:
     """The folder with the members of the wheel; downloads it if it is not there."""
     wheel = WHEELS[name]
@@ -88,8 +99,8 @@ def _fetch(wheel: Wheel, folder: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Unavailable(
-            f"{wheel.project} {wheel.version} is needed to check plugin/device/apple, "
+        raise Unreachable(
+            f"{wheel.project} {wheel.version} is needed to check plugin/device, "
             "and pip could not download it (is PyPI reachable?):\n"
             f"{done.stderr.strip()}"
         )
