@@ -7,19 +7,23 @@ filled with NaN before.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
+import json
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from plugin import build
 from tests.support import kernel_check, native, reference_f64
 from tests.support.cases import DIFFERENTIABLE, Case
+from tests.support.forced import Forced
 
 PASSES = ("forward", "backward", "gradient")
 # (order, seed) of jfm_software_set_lane_order: forward, reverse, random.
@@ -40,23 +44,39 @@ class CheckedLibrary:
     """A checker build as an implementation for kernel_check, with its reports."""
 
     def __init__(self, path: Path) -> None:
-        self._library = native.load(path)
+        self.library = native.load(path)  # with the types of its functions
+        self._forced: Forced | None = None
+
+    @contextlib.contextmanager
+    def forced(self, **choices: Any) -> Iterator[None]:
+        """Calls take a form, family or rows meanwhile: those of support/forced.py."""
+        self._forced = Forced(**choices, library=self.library)
+        try:
+            yield
+        finally:
+            self._forced = None
 
     def run_forward(self, *operands, **options):
-        return native.run_forward(*operands, **options, library=self._library)
+        if self._forced:
+            return self._forced.run_forward(*operands, **options)
+        return native.run_forward(*operands, **options, library=self.library)
 
     def run_backward(self, *operands, **options):
-        return native.run_backward(*operands, **options, library=self._library)
+        if self._forced:
+            return self._forced.run_backward(*operands, **options)
+        return native.run_backward(*operands, **options, library=self.library)
 
     def run_gradient(self, *operands, **options):
-        return native.run_gradient(*operands, **options, library=self._library)
+        if self._forced:
+            return self._forced.run_gradient(*operands, **options)
+        return native.run_gradient(*operands, **options, library=self.library)
 
     def set_lane_order(self, order: int, seed: int) -> None:
-        self._library.jfm_software_set_lane_order(order, seed)
+        self.library.jfm_software_set_lane_order(order, seed)
 
     def clear(self) -> None:
-        """Forgets reports and statistics."""
-        self._library.jfm_software_clear()
+        """Forgets reports, counts and barriers."""
+        self.library.jfm_software_clear()
 
     def reports(self) -> list[Report]:
         lines = self._text("jfm_software_reports").splitlines()
@@ -64,18 +84,29 @@ class CheckedLibrary:
 
     def threadgroup_bytes(self) -> dict[str, int]:
         """The largest threadgroup memory of each kernel that ran since clear()."""
-        return {kernel: int(row[3]) for kernel, row in self._statistics().items()}
+        used: dict[str, int] = {}
+        for row in self.counts():
+            size, kernel = row["threadgroup_memory_bytes"], row["kernel"]
+            used[kernel] = max(size, used.get(kernel, 0))
+        return used
 
     def products(self) -> dict[str, int]:
         """The 8x8 matrix products of each kernel that ran since clear()."""
-        return {kernel: int(row[5]) for kernel, row in self._statistics().items()}
+        products: dict[str, int] = defaultdict(int)
+        for row in self.counts():
+            products[row["kernel"]] += row["products"]
+        return dict(products)
 
-    def _statistics(self) -> dict[str, list[str]]:
-        rows = self._text("jfm_software_statistics").splitlines()
-        return {row.split("\t")[0]: row.split("\t") for row in rows}
+    def counts(self) -> list[dict[str, Any]]:
+        """What each dispatch since clear() did, in order."""
+        return [*map(json.loads, self._text("jfm_software_counts").splitlines())]
+
+    def barriers(self) -> list[dict[str, Any]]:
+        """The barriers in the source of each kernel that ran since clear()."""
+        return [*map(json.loads, self._text("jfm_software_barriers").splitlines())]
 
     def _text(self, function: str) -> str:
-        call = getattr(self._library, function)
+        call = getattr(self.library, function)
         call.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
         call.restype = ctypes.c_size_t
         buffer = ctypes.create_string_buffer(call(None, 0) + 1)

@@ -7,30 +7,56 @@ the kernel changes the table.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from plugin import build
 
 _BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\s*\([^;]*\)\s*;")
 _COMMENT = re.compile(r"//[^\n]*")
+_FUNCTION = re.compile(r"\bMETAL_FUNC\b[^;{]*?\b(\w+)\(")
 
 
-# Kernels that work together, by pass: what a bug needs to be built and run. A row takes
-# seconds to compile, so that a bug in what all share is planted in one part of them.
+class Part(NamedTuple):
+    """Kernels that work together in a pass: what a bug needs to be built and run.
+
+    Attributes:
+      kernels: Names. A row takes seconds to compile, so that a bug in what all share is
+        planted in one part of them.
+      family: The GPU family whose rows they are.
+      form: Of the backward pass.
+    """
+
+    kernels: tuple[str, ...]
+    family: int = 0
+    form: str = "A"
+
+
 _MASK = ("attention_mask_blocks",)
-_DKV = (*_MASK, "attention_delta", "attention_backward_dkv")
+_DKV = (
+    *(*_MASK, "attention_delta"),
+    *("attention_backward_dkv", "attention_backward_dkv_combine"),
+)
 _SHORT = "attention_short_"
-PARTS: dict[str, tuple[str, ...]] = {
-    "forward": (*_MASK, "attention_forward"),
-    "backward": (*_DKV, "attention_backward_dq"),
-    "short forward": (*_MASK, f"{_SHORT}forward", f"{_SHORT}forward_combine"),
-    "short backward": (*_DKV, f"{_SHORT}dq", f"{_SHORT}dq_combine"),
-    "gradient": (
-        *(*_MASK, "attention_delta", "attention_sinks_gradient"),
-        *("attention_bias_gradient", "attention_bias_gradient_combine"),
+PARTS: dict[str, Part] = {
+    "forward": Part((*_MASK, "attention_forward")),
+    "backward": Part((*_DKV, "attention_backward_dq")),
+    "short forward": Part((*_MASK, f"{_SHORT}forward", f"{_SHORT}forward_combine")),
+    "short backward": Part((*_DKV, f"{_SHORT}dq", f"{_SHORT}dq_combine")),
+    "gradient": Part(
+        (
+            *(*_MASK, "attention_delta", "attention_sinks_gradient"),
+            *("attention_bias_gradient", "attention_bias_gradient_combine"),
+        )
+    ),
+    # Without tiles in threadgroup memory, and with dS in scratch.
+    "device forward": Part((*_MASK, "attention_forward"), family=9),
+    "device backward": Part(
+        (*_DKV, "attention_backward_dq_product"), family=9, form="B"
     ),
 }
 
@@ -70,7 +96,7 @@ def part_of(bug: Bug) -> str:
     """The part that a bug is built in."""
     return bug.part or next(
         part
-        for part, kernels in PARTS.items()
+        for part, (kernels, _, _) in PARTS.items()
         if any(bug.file in files for files in map(_files_of, kernels))
     )
 
@@ -99,32 +125,62 @@ def _barrier_bugs_of(file: str, text: str) -> Iterator[Bug]:
         same = [m.start() for m in re.finditer(re.escape(barrier), text)]
         place = (len(same), same.index(match.start()))
         name = f"{Path(file).stem}-barrier-{place[1]}"
-        yield Bug(f"{name}-deleted", file, barrier, "", *place)
+        functions = _FUNCTION.findall(code[: match.start()])
+        part = _part_that_calls(functions[-1]) if functions else ""
+        yield Bug(f"{name}-deleted", file, barrier, "", *place, part)
         weak, changed = re.subn(r"mem_flags::\w+", "mem_flags::mem_none", barrier)
         if changed:
-            yield Bug(f"{name}-without-flags", file, barrier, weak, *place)
+            yield Bug(f"{name}-without-flags", file, barrier, weak, *place, part)
 
 
-def copy_of_kernels(folder: Path) -> Path:
+def _part_that_calls(function: str) -> str:
+    """The first part with a kernel that calls it; "": it is in a kernel."""
+    call = re.compile(rf"\b{function}\b")
+    for part, (kernels, _, _) in PARTS.items():
+        for kernel in kernels:
+            texts = [
+                (build.KERNEL_DIR / file).read_text() for file in _files_of(kernel)
+            ]
+            # Once where it is defined.
+            if sum(len(call.findall(_COMMENT.sub("", text))) for text in texts) > 1:
+                return part
+    return ""
+
+
+def copy_of_kernels(folder: Path, part: str = "forward") -> Path:
     """A copy whose variant table has the fewest rows that the bug cases need.
 
     Per kernel the float32 row of the smallest head_dim: what a bug needs is one kernel
     that has it, and each row takes seconds to compile.
+
+    Args:
+      part: In PARTS: whose family and form are those of any device in the copy.
     """
     copy = folder / "metal_kernels"
     shutil.copytree(build.KERNEL_DIR, copy)
+    _, family, form = PARTS[part]
     smallest: dict[str, build.Variant] = {}
-    for row in sorted(build.load_variants(), key=lambda row: row.head_dim):
-        if row.dtype == "float32":
-            smallest.setdefault(row.kernel, row)
-    (copy / "variants.toml").write_text("\n".join(map(_table_row, smallest.values())))
+    rows = [
+        dataclasses.replace(row, min_family=0)
+        for row in sorted(
+            build.load_variants(), key=lambda row: (row.head_dim, -row.min_family)
+        )
+        if row.dtype == "float32" and row.min_family <= family
+    ]
+    for row in rows:
+        smallest.setdefault(row.kernel, row)
+    tables = [*map(_table_row, smallest.values())]
+    if form == "B":
+        tables.append(
+            '[[backward_form]]\nform = "B"\ndtypes = ["float32"]\nhead_dim = 256\n'
+            "min_family = 0\nmin_scores = 0\n"
+        )
+    (copy / "variants.toml").write_text("\n".join(tables))
     return copy
 
 
 def _table_row(row: build.Variant) -> str:
-    return (
-        f'[[variant]]\nkernel = "{row.kernel}"\nsource = "{row.source}"\n'
-        f'dtypes = ["{row.dtype}"]\nhead_dim = {row.head_dim}\n'
-        f"block_q = {row.block_q}\nblock_kv = {row.block_kv}\n"
-        f"num_simdgroups = {row.num_simdgroups}\n"
-    )
+    columns = dataclasses.asdict(row) | {"dtypes": [row.dtype]}
+    del columns["dtype"]
+    lines = (f"{name} = {json.dumps(value)}\n" for name, value in columns.items())
+    return "[[variant]]\n" + "".join(lines)

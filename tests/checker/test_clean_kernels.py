@@ -3,15 +3,20 @@
 Small shapes that reach every guard: tails in both lengths and both head sizes, causal
 edges on and beside block borders, rows that see nothing, several key blocks, both the
 tiled and the short-query kernels; every feature, alone and all together. Every row of
-the variant table runs.
+the variant table runs; what they all did is judged together.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import pytest
 
 from plugin import build
-from tests.checker.checked import LANE_ORDERS, judge, library_of
+from tests.checker.checked import LANE_ORDERS, Finding, judge, library_of
 from tests.support.cases import EVERYTHING, Case
 
 _SMALL = {"batch": (), "num_heads": 2, "num_kv_heads": 1}
@@ -77,28 +82,90 @@ FEATURE_CASES = [
 ]  # fmt: skip
 
 
-def _row_cases() -> list[Case]:
-    """Each variant with and without features, all passes, tiled and short."""
-    rows = {(row.dtype, row.head_dim) for row in build.load_variants()}
-    plain = {"is_causal": True, "q_offset": 20}
-    return [
-        Case(
-            f"{name}-{dtype}-d{head_dim}-q{q_len}",
-            dtype=dtype,
-            q_len=q_len,
-            kv_len=33,
-            head_dim=head_dim,
-            **_SMALL,
-            **features,
-        )
-        for dtype, head_dim in sorted(rows)
-        for name, features in (("row", plain), ("row-features", _ROW_FEATURES))
-        for q_len in (9, 2)
-    ]
-
-
 _ROW_FEATURES = {"mask": "random", "bias": "float32", "bias_ones": "n", "sinks": True}
-ROW_CASES = _row_cases()
+_PLAIN = {"is_causal": True, "q_offset": 20}
+
+
+def _row_cases() -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Each dtype and head_dim with and without features, all passes, tiled and short.
+
+    With the choice of kernels: both families of rows in both forms.
+    """
+    choices = {
+        "row": (_PLAIN, ({"family": 0, "form": "B"}, {"family": 9, "form": "A"})),
+        "row-features": (
+            _ROW_FEATURES,
+            ({"family": 0, "form": "A"}, {"family": 9, "form": "B"}),
+        ),
+    }
+    rows = {(row.dtype, row.head_dim) for row in build.load_variants()}
+    for dtype, head_dim in sorted(rows):
+        sizes = {"kv_len": 33, "head_dim": head_dim, "dtype": dtype, **_SMALL}
+        for name, (features, plans) in choices.items():
+            for plan in plans:
+                case = f"{name}-{dtype}-d{head_dim}"
+                yield Case(f"{case}-q9", q_len=9, **sizes, **features), plan
+            yield Case(f"{case}-q2", q_len=2, **sizes, **features), {}
+
+
+def _chosen_rows(used: set[str]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """A case for each row that is nobody's default."""
+    for row in build.load_variants():
+        if row.host_name in used:
+            continue
+        case = Case(f"chosen-{row.host_name}", q_len=row.block_q + 1, kv_len=33,
+                    head_dim=row.head_dim, dtype=row.dtype, **_SMALL)  # fmt: skip
+        form = "A" if row.kernel == "attention_backward_dq" else "B"
+        yield case, {"rows": (row.host_name,), "form": form}
+
+
+# Sums in parts of several blocks: of a bias over batches, of dK and dV over heads.
+_PARTS = [
+    Case("parts-of-bias-f32", batch=(65,), q_len=9, kv_len=8, num_heads=2,
+         num_kv_heads=1, head_dim=8, bias="float32", bias_ones="n",
+         feature_batch={"bias": (1,)}),
+    *(
+        Case(f"parts-of-heads-{dtype}", dtype=dtype, q_len=9, kv_len=8, num_heads=128,
+             num_kv_heads=1, head_dim=8)
+        for dtype in ("float32", "float16", "bfloat16")
+    ),
+]  # fmt: skip
+
+
+class RowsRun(NamedTuple):
+    """Attributes:
+    findings: Of all cases together.
+    threadgroup_bytes: The largest by kernel.
+    barriers: Whether each place in the source was needed, by template, file and line.
+    """
+
+    findings: list[Finding]
+    threadgroup_bytes: dict[str, int]
+    barriers: dict[tuple[str, str, int], bool]
+
+
+@functools.cache
+def run_rows() -> RowsRun:
+    library = library_of()
+    kernels = {row.host_name: row.kernel for row in build.load_variants()}
+    run = RowsRun([], {}, defaultdict(bool))
+
+    def judge_all(cases: Iterator[tuple[Case, dict[str, Any]]]) -> None:
+        for number, (case, choices) in enumerate(cases):
+            with library.forced(**choices):
+                order = LANE_ORDERS[number % len(LANE_ORDERS)]
+                run.findings.extend(judge(library, case, order))
+            for name, size in library.threadgroup_bytes().items():
+                used = run.threadgroup_bytes
+                used[name] = max(size, used.get(name, 0))
+            for place in library.barriers():
+                key = (kernels[place["kernel"]], place["file"], place["line"])
+                run.barriers[key] |= place["is_needed"]
+
+    judge_all(_row_cases())
+    judge_all((case, {}) for case in _PARTS)
+    judge_all(_chosen_rows(set(run.threadgroup_bytes)))
+    return run
 
 
 @pytest.mark.parametrize("case", CASES + FEATURE_CASES, ids=lambda case: case.id)
@@ -107,15 +174,30 @@ def test_case_is_clean(case: Case):
         assert judge(library_of(), case, lane_order) == []
 
 
-def test_every_row_is_clean_and_small_enough():
-    library = library_of()
-    used: dict[str, int] = {}
-    found = []
-    for number, case in enumerate(ROW_CASES):
-        found += judge(library, case, LANE_ORDERS[number % len(LANE_ORDERS)])
-        used |= library.threadgroup_bytes()
-    assert found == []
+# One process runs all rows.
+_OF_ALL_ROWS = pytest.mark.xdist_group("checked_rows")
+
+
+@_OF_ALL_ROWS
+def test_every_row_is_clean():
+    run = run_rows()
+    assert run.findings == []
+    rows = {row.host_name for row in build.load_variants()}
+    assert sorted(rows - set(run.threadgroup_bytes)) == [], "rows that no case ran"
+
+
+@_OF_ALL_ROWS
+def test_every_row_is_small_enough():
     rows = {row.host_name: row for row in build.load_variants()}
-    assert sorted(set(rows) - set(used)) == [], "rows that no case ran"
     limit = {n: (16 if r.head_dim <= 128 else 32) * 1024 for n, r in rows.items()}
+    used = run_rows().threadgroup_bytes
     assert {n: b for n, b in used.items() if b > limit[n]} == {}
+
+
+@_OF_ALL_ROWS
+def test_no_barrier_is_redundant():
+    """Each orders some pair of accesses that nothing else does, in each kernel."""
+    barriers = run_rows().barriers
+    assert len(barriers) > 5
+    redundant = [place for place, is_needed in barriers.items() if not is_needed]
+    assert redundant == []

@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 
-from tests.plugin.device.library import DeviceError, TestDevice
+from tests.plugin.device.checked_device import CheckedDevice
+from tests.plugin.device.library import DeviceError
 
 pytestmark = pytest.mark.xdist_group("software_device")
 
 ORDERS = {"forward": (0, 0), "reverse": (1, 0), "random": (2, 3)}
 
 
-class Checker(TestDevice):
-    """A device that checks, and what it found."""
-
-    def __init__(self) -> None:
-        super().__init__("checker")
-        for function in ("jfm_software_reports", "jfm_software_statistics"):
-            getattr(self.library, function).argtypes = (
-                ctypes.c_char_p,
-                ctypes.c_size_t,
-            )
-            getattr(self.library, function).restype = ctypes.c_size_t
-        self.library.jfm_software_mark_uninitialized.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-        )
-
-    def set_lane_order(self, order: int, seed: int) -> None:
-        self.library.jfm_software_set_lane_order(order, seed)
-
-    def mark_uninitialized(self, array: np.ndarray) -> None:
-        self.library.jfm_software_mark_uninitialized(array.ctypes.data, array.nbytes)
-
-    def clear(self) -> None:
-        self.library.jfm_software_clear()
-
-    def rows(self, function: str) -> list[list[str]]:
-        """The lines of a text of the checker, as fields."""
-        call = getattr(self.library, function)
-        text = ctypes.create_string_buffer(call(None, 0) + 1)
-        call(text, len(text))
-        return [line.split("\t") for line in text.value.decode().splitlines()]
-
-    def kinds(self) -> set[str]:
-        return {kind for kind, *_ in self.rows("jfm_software_reports")}
-
-
 @pytest.fixture(scope="module")
 def loaded():
-    return Checker()
+    return CheckedDevice()
 
 
 @pytest.fixture(params=ORDERS)
@@ -81,7 +44,7 @@ def test_ordered_accesses_are_no_race(checker):
     values = np.arange(32, dtype=np.int32)
     amount = np.array([1], np.int32)
     checker.run("increment", {0: values}, values={1: amount}, repeats=3)
-    assert checker.rows("jfm_software_reports") == []
+    assert checker.reports() == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +72,7 @@ def test_a_write_after_an_earlier_threadgroup_read_is_a_race(checker):
 
 def test_a_read_past_the_end_names_the_buffer(checker):
     checker.run("past_the_end", {0: zeros(32), 1: zeros(32)})
-    ((kind, kernel, where, offset, details),) = checker.rows("jfm_software_reports")
+    ((kind, kernel, where, offset, details),) = checker.reports()
     assert (kind, kernel) == ("read out of bounds", "past_the_end")
     assert where == "buffer(1) + 128"
     assert int(offset, 16) > 0
@@ -157,17 +120,3 @@ def test_only_what_was_written_is_copied_back(checker):
     checker.run("past_the_end", {0: out, 1: first})
     np.testing.assert_array_equal(memory, np.ones(64))
     assert checker.kinds() == set()
-
-
-def test_statistics(checker):
-    for _ in range(2):
-        buffers = {0: zeros(1024), 1: zeros(1024)}
-        checker.run("transpose", buffers, threadgroups=(4, 1, 1), threads=(256, 1, 1))
-    ((kernel, dispatches, groups, num_bytes, switches, products, accesses),) = (
-        checker.rows("jfm_software_statistics")
-    )
-    assert (kernel, dispatches, groups) == ("transpose", "2", "8")
-    assert num_bytes == "1024"
-    assert int(switches) >= 8 * 256 * 6
-    assert products == "0"
-    assert int(accesses) == 8 * 256 * 3 * 4

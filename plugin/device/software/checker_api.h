@@ -17,10 +17,14 @@ JFM_EXPORT void jfm_software_set_lane_order(int order, uint32_t seed);
 // Writes at most `size` bytes with a final 0; returns the length of the whole text.
 JFM_EXPORT size_t jfm_software_reports(char* text, size_t size);
 
-// Statistics since the last clear, as lines of
-//   <kernel>\t<dispatches>\t<threadgroups>\t<threadgroup memory bytes>\t<fiber switches>
-//   \t<matrix products>\t<checked accesses>
-JFM_EXPORT size_t jfm_software_statistics(char* text, size_t size);
+// What the dispatches since the last clear did, in order, each a line of JSON: the members of
+// DispatchCounts (checker.h); "buffers" are [bytes read, written] by buffer index.
+JFM_EXPORT size_t jfm_software_counts(char* text, size_t size);
+
+// The barriers that kernels passed since the last clear, each place in the source of a kernel
+// a line of JSON: the kernel, "file", "line", "scope", "executions" and "is_needed", whether
+// some pair of accesses was ordered by this place alone.
+JFM_EXPORT size_t jfm_software_barriers(char* text, size_t size);
 
 JFM_EXPORT void jfm_software_clear(void);
 

@@ -133,9 +133,6 @@ void ThreadgroupRunner::SwitchAway() {
     }
   }
   if (next == self) return;
-#ifdef JFM_CHECKER
-  Checker::Get().CountSwitch();
-#endif
   current_ = next;
   SwitchFiber(&sp_[self], sp_[next]);
 }
@@ -162,6 +159,9 @@ bool ThreadgroupRunner::Arrive(Simdgroup& group, uint32_t operation, const void*
 }
 
 void ThreadgroupRunner::Release(Simdgroup& group) {
+#ifdef JFM_CHECKER
+  Checker::Get().Meet(current_ / kSimdWidth);
+#endif
   group.waiting = 0;
   group.turn ^= 1;
   std::memset(&state_[current_ / kSimdWidth * kSimdWidth], kRunning, group.size);
@@ -175,6 +175,9 @@ const void* ThreadgroupRunner::Exchange(const void* value, uint32_t size, uint32
   char* slot = group.exchanged[group.turn];
   std::memcpy(slot + current_ % kSimdWidth * size, value, size);
   if (Arrive(group, operation, place)) {
+#ifdef JFM_CHECKER
+    Checker::Get().CountExchange(operation);
+#endif
     Release(group);
   } else {
     SwitchAway();

@@ -1,4 +1,4 @@
-"""A library with the software Metal device, kernels.metal and nothing of attention."""
+"""A library with the software Metal device, a file of kernels and no attention."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from plugin import build
 from plugin.device.software import frontend
 
 FOLDER = Path(__file__).parent
+KERNELS = FOLDER / "kernels.metal"
 
 
 class DeviceError(Exception):
@@ -55,8 +56,8 @@ class _Launch(ctypes.Structure):
     ]
 
 
-def build_library(flavour: str, output: Path) -> Path:
-    """Compiles the kernels, the device's sources and the driver."""
+def build_library(flavour: str, output: Path, kernels: Path = KERNELS) -> Path:
+    """Compiles the file of kernels, the device's sources and the driver."""
     request = build.Request(
         kernel_dir=FOLDER,
         only=None,
@@ -66,13 +67,13 @@ def build_library(flavour: str, output: Path) -> Path:
         cache=build.default_cache(),
     )
     machine = request.target.machine
-    text = build.run_zig(frontend.preprocess_command(FOLDER / "kernels.metal"))
-    translation = frontend.translate(text, "kernels")
+    text = build.run_zig(frontend.preprocess_command(kernels))
+    translation = frontend.translate(text, kernels.stem)
     assert not translation.errors, "\n".join(map(str, translation.errors))
     source = request.cache.text(translation.text, ".clcpp")
     registry = request.cache.text(frontend.registry([translation]), ".cc")
-    kernels = output.with_suffix(".o")
-    build.run_zig(frontend.compile_command(flavour, machine, source, kernels))
+    compiled = output.with_suffix(".o")
+    build.run_zig(frontend.compile_command(flavour, machine, source, compiled))
     device = [
         path
         for path in build.cpp_sources(request.target)
@@ -80,7 +81,7 @@ def build_library(flavour: str, output: Path) -> Path:
     ]
     sources = [*device, FOLDER / "driver.cc", registry]
     objects = [build.compile_cpp(request, path, FOLDER) for path in sources]
-    return build.link(request, [kernels, *objects], output)
+    return build.link(request, [compiled, *objects], output)
 
 
 class TestDevice:
@@ -88,12 +89,13 @@ class TestDevice:
 
     __test__ = False  # not a test case
 
-    def __init__(self, flavour: str) -> None:
+    def __init__(self, flavour: str, kernels: Path = KERNELS) -> None:
         folder = Path(tempfile.mkdtemp(prefix="jfm_device_"))
         # The machine has few cores, and test processes start together.
         with open(Path(tempfile.gettempdir()) / "jfm_device_build.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            path = build_library(flavour, folder / f"device_{flavour}.so")
+            output = folder / f"device_{flavour}.so"
+            path = build_library(flavour, output, kernels)
         self.library = ctypes.CDLL(str(path))
 
     def set_threads(self, num_threads: int) -> None:

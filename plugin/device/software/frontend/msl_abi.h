@@ -97,4 +97,19 @@ MSL_RENDEZVOUS void __msl_enqueue_product(MSL_THREAD struct MslAccumulator* out,
                                           float a1, float b0, float b1);
 MSL_RENDEZVOUS void __msl_run_products(void);
 
+#ifdef JFM_CHECKER
+// Of the barrier that the lane calls next.
+MSL_RENDEZVOUS void __msl_note_barrier_place(const MSL_CONSTANT char* file, int line);
+
+// Elementary functions that the checker counts. Pure to the compiler, as those they stand
+// for: it may call them as often as it would have called those.
+#define MSL_PURE __attribute__((const))
+MSL_PURE float __msl_exp(float);
+MSL_PURE float __msl_exp2(float);
+MSL_PURE float __msl_log(float);
+MSL_PURE float __msl_log2(float);
+MSL_PURE float __msl_tanh(float);
+#undef MSL_PURE
+#endif
+
 }  // extern "C"

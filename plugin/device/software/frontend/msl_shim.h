@@ -266,13 +266,18 @@ inline int popcount(uint x) { return __builtin_popcount(x); }
 inline int clz(uint x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int ctz(uint x) { return x == 0 ? 32 : __builtin_ctz(x); }
 
+#ifdef JFM_CHECKER
+#define MSL_COUNTED(name) __msl_##name
+#else
+#define MSL_COUNTED(name) __builtin_##name##f
+#endif
 #define MSL_UNARY(T, name, function) \
   inline T name(T x) { return T(function(float(x))); }
 #define MSL_MATH(T)                                                                       \
-  MSL_UNARY(T, exp, __builtin_expf)                                                       \
-  MSL_UNARY(T, exp2, __builtin_exp2f)                                                     \
-  MSL_UNARY(T, log, __builtin_logf)                                                       \
-  MSL_UNARY(T, log2, __builtin_log2f)                                                     \
+  MSL_UNARY(T, exp, MSL_COUNTED(exp))                                                     \
+  MSL_UNARY(T, exp2, MSL_COUNTED(exp2))                                                   \
+  MSL_UNARY(T, log, MSL_COUNTED(log))                                                     \
+  MSL_UNARY(T, log2, MSL_COUNTED(log2))                                                   \
   MSL_UNARY(T, sqrt, __builtin_sqrtf)                                                     \
   MSL_UNARY(T, floor, __builtin_floorf)                                                   \
   MSL_UNARY(T, ceil, __builtin_ceilf)                                                     \
@@ -281,7 +286,7 @@ inline int ctz(uint x) { return x == 0 ? 32 : __builtin_ctz(x); }
   MSL_UNARY(T, rint, __builtin_rintf)                                                     \
   MSL_UNARY(T, sin, __builtin_sinf)                                                       \
   MSL_UNARY(T, cos, __builtin_cosf)                                                       \
-  MSL_UNARY(T, tanh, __builtin_tanhf)                                                     \
+  MSL_UNARY(T, tanh, MSL_COUNTED(tanh))                                                   \
   MSL_UNARY(T, fabs, __builtin_fabsf)                                                     \
   inline T rsqrt(T x) { return T(1.0f / __builtin_sqrtf(float(x))); }                     \
   inline T pow(T x, T y) { return T(__builtin_powf(float(x), float(y))); }                \
@@ -310,6 +315,7 @@ using metal::min;
 }  // namespace precise
 #undef MSL_MATH
 #undef MSL_UNARY
+#undef MSL_COUNTED
 
 template <typename V>
 inline typename __msl_shape<V>::element dot(V a, V b) {
@@ -327,8 +333,23 @@ inline constexpr mem_flags operator|(mem_flags a, mem_flags b) {
 
 #define MSL_INLINE inline __attribute__((always_inline))
 
-MSL_INLINE void threadgroup_barrier(mem_flags flags) { __msl_threadgroup_barrier(uint(flags)); }
-MSL_INLINE void simdgroup_barrier(mem_flags flags) { __msl_simdgroup_barrier(uint(flags)); }
+#ifdef JFM_CHECKER  // tells it where in the kernel's source a barrier is
+#define MSL_CALLER , const constant char* file = __builtin_FILE(), int line = __builtin_LINE()
+#define MSL_NOTE_CALLER __msl_note_barrier_place(file, line)
+#else
+#define MSL_CALLER
+#define MSL_NOTE_CALLER
+#endif
+MSL_INLINE void threadgroup_barrier(mem_flags flags MSL_CALLER) {
+  MSL_NOTE_CALLER;
+  __msl_threadgroup_barrier(uint(flags));
+}
+MSL_INLINE void simdgroup_barrier(mem_flags flags MSL_CALLER) {
+  MSL_NOTE_CALLER;
+  __msl_simdgroup_barrier(uint(flags));
+}
+#undef MSL_CALLER
+#undef MSL_NOTE_CALLER
 
 // ---------------------------------------------------------------- simd operations
 
@@ -581,9 +602,12 @@ MSL_MATRIX_MEMORY(threadgroup)
 
 // ---------------------------------------------------------------- what rewrite.py uses
 
+constexpr constant ulong __msl_nothing[32] = {};
+
 // A bound buffer, as whatever the kernel's parameter is.
 struct __msl_buffer {
   ulong address;
+  bool exists;
   template <typename T>
   operator device T*() const {
     return (device T*)address;
@@ -594,11 +618,15 @@ struct __msl_buffer {
   }
   template <typename T>
   operator device T&() const {
-    return *(device T*)address;
+    return *(device T*)referenced(sizeof(T));
   }
   template <typename T>
   operator constant T&() const {
-    return *(constant T*)address;
+    return *(constant T*)referenced(sizeof(T));
+  }
+  // clang reads a reference ahead of the condition that it exists under.
+  ulong referenced(ulong size) const {
+    return exists || size > sizeof(__msl_nothing) ? address : ulong(__msl_nothing);
   }
 };
 
@@ -616,7 +644,7 @@ struct __msl_position {
 struct __msl_thread : MslThread {
   // Not 0 for one that does not exist: clang takes a pointer that is read for another.
   __msl_buffer buffer(int index, bool exists = true) const thread {
-    return {exists ? group->buffers[index] : MSL_NO_BUFFER};
+    return {exists ? group->buffers[index] : MSL_NO_BUFFER, exists};
   }
   uint lane_index() const thread { return lane; }
   uint threads_per_simdgroup() const thread { return MSL_SIMD_WIDTH; }

@@ -122,7 +122,7 @@ class TemporaryFolder {
 struct Forward {
   explicit Forward(const Shape& s = {Dtype::kFloat32, 1, 9, 11, 1, 1, 32, 32, false})
       : shape(s), attention(s) {
-    plan = std::make_unique<Plan>(Take(kForwardPass.plan(attention.Problem())));
+    plan = std::make_unique<Plan>(Take(kForwardPass.plan(attention.Problem(), PlanContext())));
     CHECK(plan->launches.size() == 1);
   }
   const Launch& launch() const { return plan->launches[0]; }
@@ -180,6 +180,9 @@ struct Forward {
 
 // ---- Attention -----------------------------------------------------------------------
 
+// The software device and this one plan for the same GPU, or their bits would differ.
+constexpr int kFamily = 0;
+
 const Shape kShapes[] = {
     {},
     {Dtype::kFloat16, 2, 37, 53, 6, 3, 32, 32, true},
@@ -193,12 +196,15 @@ const Shape kShapes[] = {
 
 void RunsAttention() {
   const std::unique_ptr<Device> device = Open();
-  for (const Shape& shape : kShapes) {
-    for (size_t shift : {0, 16}) {
-      Attention expected(shape, shift), got(shape, shift);
-      CheckOk(expected.Run(SoftwareDevice()));
-      CheckOk(got.Run(*device));
-      CHECK(got == expected);
+  for (int family : {9, kFamily}) {
+    SetGpuFamily(family);
+    for (const Shape& shape : kShapes) {
+      for (size_t shift : {0, 16}) {
+        Attention expected(shape, shift), got(shape, shift);
+        CheckOk(expected.Run(SoftwareDevice()));
+        CheckOk(got.Run(*device));
+        CHECK(got == expected);
+      }
     }
   }
 }
@@ -249,7 +255,12 @@ void IsTheDefaultDevice() {
 void HasFacts() {
   for (int family : {1007, 1008, 1009, 1010}) {
     fake_metal_set_fact("family", family);
-    CHECK(Open()->facts().family == "Apple" + std::to_string(family - 1000));
+    const DeviceFacts facts = Open()->facts();
+    CHECK(facts.family == "Apple" + std::to_string(family - 1000));
+    SetGpuFamily(-1);
+    CHECK(CurrentContext(facts).gpu_family == family - 1000);
+    SetGpuFamily(kFamily);
+    CHECK(CurrentContext(facts).gpu_family == kFamily);
   }
   fake_metal_set_fact("maxThreadgroupMemoryLength", 30000);
   fake_metal_set_fact("maxBufferLength", int64_t{1} << 35);
@@ -908,6 +919,7 @@ void RunBalanced(const Case& test) {
 
 int main(int argc, char** argv) {
   setenv("JFM_FAKE_METAL_LIBRARY", "", 1);
+  jfm::SetGpuFamily(jfm::kFamily);
   jfm::no_classes_library = argc > 1 ? argv[1] : "";
   const std::string wanted = argc > 2 ? argv[2] : "";
   bool found = wanted == "list";
