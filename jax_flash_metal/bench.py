@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_flash_metal import bench_measure, bench_report
+from jax_flash_metal import bench_measure, bench_report, gpu_report
 from jax_flash_metal._version import __version__
 from jax_flash_metal.bench_measure import (
     Case,
@@ -37,6 +37,7 @@ from jax_flash_metal.benchmark_shapes import (
     SHAPE_SETS,
     AttentionShape,
 )
+from jax_flash_metal.gpu_chips import CHIPS
 
 IMPLEMENTATIONS = ("cpu", "metal", "jax.nn", "xla", "torch", "mlx")
 PLATFORMS = ("cpu", "flash_metal")
@@ -113,10 +114,24 @@ def add_command(commands: Any) -> None:
     add("--json", type=Path, metavar="FILE", help="write every sample to FILE")
     add("--plot", type=Path, metavar="FILE", help="time and memory as a picture (.png)")
     add(
+        "--tune",
+        action="store_true",
+        help="first measure which Metal kernels are fastest for these problems, and "
+        "keep that for later programs (docs/autotune.md)",
+    )
+    add(
         "--baseline",
         type=Path,
         metavar="FILE",
         help="compare with a file of --json from an earlier run",
+    )
+    add(
+        "--model",
+        nargs="*",
+        choices=CHIPS,
+        metavar="CHIP",
+        help="measure nothing: print what a model predicts for Apple's GPUs "
+        f"({', '.join(CHIPS)}; default: {', '.join(gpu_report.DEFAULT_CHIPS)})",
     )
 
 
@@ -249,6 +264,12 @@ def run_command(options: argparse.Namespace) -> int:
             bench_report.read_baseline(options.baseline) if options.baseline else None
         )
         _check_files(options)
+        names = implementations_of(options)
+        if options.tune and "metal" not in names:
+            raise ValueError(
+                "--tune is about the Metal kernels: it needs metal among the "
+                "--implementations, or --platform flash_metal."
+            )
         if options.plot and importlib.util.find_spec("matplotlib") is None:
             raise ValueError(
                 "--plot needs matplotlib: pip install 'jax-flash-metal[bench]'."
@@ -256,6 +277,9 @@ def run_command(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
+    if options.model is not None:
+        print_model(options.model or gpu_report.DEFAULT_CHIPS, cases)
+        return EXIT_OK
     settings = Settings(options.rounds, platform=options.platform)
     report = bench_report.Report(
         package_version=__version__,
@@ -266,10 +290,11 @@ def run_command(options: argparse.Namespace) -> int:
     )
     if baseline is not None:
         report.warnings += baseline.differences(report.machine)
-    names = implementations_of(options)
     if "metal" in names and sys.platform != "darwin":
         report.warnings.append(SOFTWARE_DEVICE)
     try:
+        if options.tune:
+            report.machine["tunings"] = tune(cases, cpus, settings)
         run(report, cases, names, cpus, settings, options.time_budget, options.json)
     except KeyboardInterrupt:
         report.warnings.append("The run was interrupted.")
@@ -282,6 +307,13 @@ def run_command(options: argparse.Namespace) -> int:
     ours = [comparison.series[0] for _, comparison in report.results]
     worked = ours and all(series.failure is None for series in ours)
     return EXIT_OK if worked else EXIT_FAILED
+
+
+def print_model(chips: Sequence[str], cases: Sequence[Case]) -> None:
+    """Prints the model's predictions of the cases."""
+    each = [(case.shape, case.dtype, case.is_causal, case.pass_) for case in cases]
+    for line in gpu_report.lines(chips, each):
+        print(line)
 
 
 def run(
@@ -329,6 +361,28 @@ def run(
 
 # CPUs, on average.
 _MAX_OTHERS = 0.15
+
+
+def tune(
+    cases: Sequence[Case], cpus: tuple[int, ...] | None, settings: Settings
+) -> list[str]:
+    """Has the kernels of the cases measured, in a process of its own; what it says.
+
+    Later processes, those of the benchmark too, go by what is found.
+    """
+    said = []
+    with bench_measure.start_worker("tune", cpus, settings.platform) as worker:
+        worker.ask("load", settings.limit)
+        # A class of calls has both passes.
+        for case in {(c.shape, c.dtype, c.is_causal): c for c in cases}.values():
+            try:
+                request = case.as_json()
+                found = worker.ask("prepare", settings.limit, case=request)["tuning"]
+            except WorkerError as error:
+                found = f"{case}: {error}"
+            print(found, file=sys.stderr, flush=True)
+            said.append(found)
+    return said
 
 
 def measure_case(

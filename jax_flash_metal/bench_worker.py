@@ -592,6 +592,25 @@ class _Mlx(Attention):
         return f"mlx.core.fast.scaled_dot_product_attention on {mx.default_device()}"
 
 
+class Tune(_Jax):
+    """Measures which Metal kernels are fastest for a case, see docs/autotune.md."""
+
+    def __init__(self) -> None:
+        super().__init__("metal")
+
+    def prepare(self, case: Any) -> dict[str, Any]:
+        """`tuning`: what was found, in words."""
+        import jax
+
+        import jax_flash_metal
+
+        problem = case_from_json(case)
+        struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
+        structs = [struct(a.shape, a.dtype) for a in inputs(problem).values()]
+        tuning = jax_flash_metal.autotune(*structs[:3], **self._options(problem))
+        return {"tuning": str(tuning)}
+
+
 # -- The machine -----------------------------------------------------------------------
 
 _PEAK_REPEATS = 3
@@ -625,6 +644,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "torch": _Torch,
     "mlx": _Mlx,
     "expected": Expected,
+    "tune": Tune,
     "machine": Machine,
 }
 
