@@ -12,6 +12,7 @@ __all__ = [
     "Explanation",
     "SegmentIds",
     "__version__",
+    "autotune",
     "dot_product_attention",
     "explain",
     "flash_attention",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         is_supported,
         merge_partials,
     )
+    from jax_flash_metal.autotuner import autotune
     from jax_flash_metal.config import SegmentIds
     from jax_flash_metal.support import Explanation
 else:
@@ -36,6 +38,7 @@ else:
     _MODULES = {
         "Explanation": "support",
         "SegmentIds": "config",
+        "autotune": "autotuner",
         "dot_product_attention": "api",
         "explain": "api",
         "flash_attention": "api",

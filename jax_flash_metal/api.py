@@ -341,7 +341,7 @@ def explain(*args: Any, platform: str | None = None, **kwargs: Any) -> Explanati
       >>> print(jax_flash_metal.explain(x, x, x, implementation="xla"))
       xla: implementation='xla' asks for the reference.
     """
-    operands, config = _prepare_abstract(*args, **kwargs)
+    operands, config = prepare_abstract(*args, **kwargs)
     return support.explain(operands, config, platform or jax.default_backend())
 
 
@@ -352,11 +352,11 @@ def is_supported(*args: Any, **kwargs: Any) -> bool:
     has these kernels; both cover the same.
     Arguments and exceptions as for `explain`.
     """
-    operands, _ = _prepare_abstract(*args, **kwargs)
+    operands, _ = prepare_abstract(*args, **kwargs)
     return support.unfused_reason(operands) is None
 
 
-def _prepare_abstract(
+def prepare_abstract(
     *args: Any, return_logsumexp: Any = False, **kwargs: Any
 ) -> tuple[AttentionOperands, AttentionConfig]:
     """`prepare` on shapes: runs it on tracers, so both see the same arguments."""

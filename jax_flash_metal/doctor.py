@@ -47,7 +47,7 @@ def run_command(options: argparse.Namespace) -> int:
             # Of a terminal that has no "±": better a "?" than no report.
             stream.reconfigure(errors="replace")
     progress = _Progress()
-    report = run(options.shapes, options.time_budget, progress.show)
+    report = run(options.shapes, options.time_budget, progress.show, tune=options.tune)
     progress.clear()
     place = _save(report, options.report)
     try:
@@ -88,6 +88,12 @@ def add_command(commands: Any) -> None:
         metavar="S",
         help="seconds for the timing table, 0 for none (default: %(default).0f)",
     )
+    doctor.add_argument(
+        "--tune",
+        action="store_true",
+        help="measure which kernels are fastest for these sizes and keep that for "
+        "later programs; for another --time-budget",
+    )
 
 
 def _seconds(text: str) -> float:
@@ -97,7 +103,13 @@ def _seconds(text: str) -> float:
     return value
 
 
-def run(shapes: str, time_budget: float, progress: Callable[[str], None]) -> Report:
+def run(
+    shapes: str,
+    time_budget: float,
+    progress: Callable[[str], None],
+    *,
+    tune: bool = False,
+) -> Report:
     """All checks, in order; those that need what is not there say so."""
     started = time.monotonic()
     report = Report(
@@ -108,13 +120,18 @@ def run(shapes: str, time_budget: float, progress: Callable[[str], None]) -> Rep
     for look in (check_platform, check_packages, check_host_plugin):
         report.checks.append(_guarded(look))
     with contextlib.suppress(_Interrupted):
-        _run_sections(report, shapes, time_budget, progress)
+        _run_sections(report, shapes, time_budget, progress, tune=tune)
     report.seconds = round(time.monotonic() - started, 1)
     return report
 
 
 def _run_sections(
-    report: Report, shapes: str, time_budget: float, progress: Callable[[str], None]
+    report: Report,
+    shapes: str,
+    time_budget: float,
+    progress: Callable[[str], None],
+    *,
+    tune: bool,
 ) -> None:
     def run_section(
         name: str, expected: Sequence[str], limit: float, **options: Any
@@ -147,7 +164,8 @@ def _run_sections(
             run_section("training", ("training",), 300, **options)
         else:
             skip("training", "warn", "it needs kernels that run, see above")
-        skip("timing", "warn", "it needs Metal kernels that run, see above")
+        for name in ("tuning", "timing"):
+            skip(name, "warn", "it needs Metal kernels that run, see above")
         return
     if host is not None and "path" in host.facts:
         run_section("hand-over", ("hand-over",), 300, platform="flash_metal")
@@ -159,6 +177,14 @@ def _run_sections(
         _try_other_hosts(hand_over, host.facts["name"], progress)
     platform_ = "flash_metal" if works else "cpu"
     run_section("training", ("training",), 300, platform=platform_)
+    run_section(
+        "tuning",
+        ("tuning",),
+        time_budget + 300,
+        platform=platform_,
+        shapes=shapes,
+        time_budget=time_budget if tune else 0,
+    )
     if time_budget == 0:
         skip("timing", "ok", "--time-budget is 0")
         return

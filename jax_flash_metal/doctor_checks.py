@@ -141,7 +141,7 @@ def _check_every_kernel(events: Events, library: Any, crashes: dict[str, str]) -
     cases = [
         case
         for dtype, head_dim in sorted({(v.dtype, v.head_dim) for v in variants()})
-        for case in kernel_cases.cases_of(dtype, head_dim, with_aligned=True)
+        for case in kernel_cases.every_case(dtype, head_dim)
     ]
     tested = _Tested()
     for number, case in enumerate(cases):
@@ -560,6 +560,87 @@ def check_training(events: Events, options: dict[str, Any]) -> None:
     events.check(Check("training", status, " ".join(sentences), facts=facts))
 
 
+# -- Tuning ----------------------------------------------------------------------------
+
+
+def check_tuning(events: Events, options: dict[str, Any]) -> None:
+    """What autotune has stored for this device; measures if there is time for it."""
+    from jax_flash_metal import tunings
+
+    events.progress("reading what autotune has stored")
+    store = tunings.store()
+    before = store.read()
+    facts = {"path": str(store.path), "classes": sorted(before)}
+    budget = float(options["time_budget"])
+    if budget:
+        rows, skipped = _tune(events, options, budget)
+        failed = [row for row in rows if "failure" in row]
+        message = f"{len(rows) - len(failed)} of the shapes measured or known"
+        if skipped:
+            message += f"; not measured: {_summary(skipped)} (--time-budget gives more)"
+        if failed:
+            message += f"; not possible: {failed[0]['shape']}: {failed[0]['failure']}"
+        facts |= {"not_measured": skipped, "classes": sorted(store.read())}
+        status: Status = "ok" if len(rows) > len(failed) else "warn"
+        events.check(Check("tuning", status, f"{message}.", facts=facts, rows=rows))
+        return
+    if tunings.is_off():
+        message = f"{tunings.SETTING} says that nothing measured is used."
+    elif not before:
+        message = (
+            "Nothing is measured on this device: calls take the table's kernels; "
+            "--tune measures."
+        )
+    else:
+        unfused = [t.unfused for t in before.values() if t.unfused is not None]
+        count = sum(u.is_taken for u in unfused)
+        message = (
+            f"What was measured on this device decides {len(before)} "
+            f"class{'es' if len(before) > 1 else ''} of calls, "
+            f"{count} of them without our kernels; jax_flash_metal.explain tells."
+        )
+    events.check(Check("tuning", "ok", message, facts=facts))
+
+
+def _tune(
+    events: Events, options: dict[str, Any], budget: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of the shapes that were measured, and those that there was no time for."""
+    import jax
+
+    import jax_flash_metal
+    from jax_flash_metal.benchmark_shapes import SHAPE_SETS
+
+    deadline = time.perf_counter() + budget
+    shapes = sorted(SHAPE_SETS[options["shapes"]], key=lambda s: s.operations)
+    rows: list[dict[str, Any]] = []
+    struct: Any = jax.ShapeDtypeStruct  # untyped in JAX
+    for number, shape in enumerate(shapes):
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            return rows, [str(s) for s in shapes[number:]]
+        events.progress(f"measuring the kernels for {shape}")
+        lengths = (shape.num_queries, shape.length, shape.length)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        operands = [
+            struct((shape.batch_size, length, n, shape.head_dim), "float32")
+            for length, n in zip(lengths, heads)
+        ]
+        row = {"shape": str(shape)}
+        try:
+            tuning = jax_flash_metal.autotune(
+                *operands,
+                implementation="metal",
+                platform=options["platform"],
+                budget_seconds=left / (len(shapes) - number),
+            )
+        except Exception as error:  # such as out of memory: the other shapes go on
+            rows.append(row | {"failure": f"{type(error).__name__}: {error}"})
+            continue
+        rows.append(row | {"class": tuning.shape_class, "result": str(tuning)})
+    return rows, []
+
+
 # -- Timing ----------------------------------------------------------------------------
 
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 50
@@ -690,6 +771,7 @@ SECTIONS: dict[str, Callable[[Events, dict[str, Any]], None]] = {
     "cpu kernels": check_cpu_kernels,
     "hand-over": check_hand_over,
     "training": check_training,
+    "tuning": check_tuning,
     "timing": check_timing,
 }
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import jax.export
 
-from jax_flash_metal import platforms
+from jax_flash_metal import platforms, tunings
 from jax_flash_metal.lowering import TARGETS
 
 __all__ = ["DISABLED_CHECKS", "register_kernels"]
@@ -34,9 +34,10 @@ def register_kernels() -> None:
 
     A process that traced a call of ours has done so already. The kernels are not proven
     here, as they are before a call of ours is compiled; `python -m jax_flash_metal
-    doctor` does that.
+    doctor` does that. What `autotune` has stored is used.
 
     Raises:
       LibraryError: The native library is missing or of another release.
     """
     platforms.ensure_registered()
+    tunings.load()

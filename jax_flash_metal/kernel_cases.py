@@ -7,13 +7,16 @@ is written as the formulas are; the tests hold it against their own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from jax_flash_metal import kernel_choices
 from jax_flash_metal.attention_library import (
     BACKWARD_OPERANDS,
     BACKWARD_RESULTS,
@@ -33,6 +36,7 @@ from jax_flash_metal.attention_library import (
     sizes_of,
 )
 from jax_flash_metal.config import DIFFERENTIABLE_OPTIONS, DIMS, Backend
+from jax_flash_metal.kernel_choices import Choice
 from jax_flash_metal.variant_table import variants
 
 # (atol, rtol) per dtype: those of tests/support/tolerances.py, which a test compares.
@@ -92,6 +96,10 @@ class KernelCase:
       has_options: With every option and optional operand at once; never aligned.
       of: The operand whose gradient it is; empty for other passes.
       backend: Whose kernels it runs.
+      is_grouped: So many query heads for each key-value head that the sums of dK and dV
+        are made in parts.
+      choice: The kernels that the pass takes instead of those that the planner would
+        take for so small a problem, as str(kernel_choices.Choice); empty: those.
     """
 
     dtype: str
@@ -102,6 +110,8 @@ class KernelCase:
     has_options: bool = False
     of: str = ""
     backend: Backend = "metal"
+    is_grouped: bool = False
+    choice: str = ""
 
     @property
     def shape(self) -> CallShape:
@@ -111,7 +121,11 @@ class KernelCase:
         if not self.is_aligned:
             head_dim = max(1, self.row_head_dim - 3)
             value_head_dim = max(1, self.row_head_dim - 9)
-        return CallShape(self.dtype, q_len, kv_len, 4, 2, head_dim, value_head_dim)
+        num_heads = 4
+        if self.is_grouped:  # so few queries, for there are so many heads
+            q_len, kv_len, num_heads = _GROUPED_SIZES
+        widths = (head_dim, value_head_dim)
+        return CallShape(self.dtype, q_len, kv_len, num_heads, 2, *widths)
 
     @property
     def q_offset(self) -> int:
@@ -156,7 +170,19 @@ class KernelCase:
 
     def kernels(self, library: AttentionLibrary) -> list[str]:
         """Names of the kernels that it runs."""
-        return library.kernels(self.problem(), self.which)
+        with self.chosen(library):
+            return library.kernels(self.problem(), self.which)
+
+    @contextlib.contextmanager
+    def chosen(self, library: AttentionLibrary) -> Iterator[None]:
+        """The planner takes its choice meanwhile."""
+        if not self.choice:
+            yield
+            return
+        shape_class = library.outline(self.problem(), self.which)["class"]
+        choice = Choice.parse(self.choice)
+        with kernel_choices.forced(library, (shape_class, self.which), choice):
+            yield
 
     def key(self, name: str) -> str:
         """What a verdict of this case on a kernel is kept under."""
@@ -168,8 +194,13 @@ class KernelCase:
         kernel = kernel_of(name)
         if kernel == "attention_bias_gradient":
             return f"{name}{of}"
+        how = ""
+        if kernel == "attention_backward_dkv":  # what it writes
+            how += " of form B" if self.choice.startswith("B\t") else ""
+            how += " in parts" if self.is_grouped else ""
         has_both = kernel in _HAVE_OPTIONS
-        return f"{name} with options" if self.has_options and has_both else name
+        options = " with options" if self.has_options and has_both else ""
+        return f"{name}{how}{options}"
 
     def judges(self, name: str) -> bool:
         """Whether it says something of a kernel that it runs."""
@@ -189,15 +220,18 @@ def kernel_of_key(key: str) -> str:
 
 # Lengths of queries and keys of the cases; then of short ones, whose keys are split.
 _LENGTHS: dict[Backend, tuple[tuple[int, int], tuple[int, int]]] = {
-    # Two tiles of each.
-    "metal": ((37, 43), (5, 149)),
+    # Two tiles of each or more: they are of up to 64 queries and keys.
+    "metal": ((69, 75), (5, 149)),
     # Two blocks of each: they are of up to 192 queries (backward 96) and 256 keys.
     "cpu": ((197, 269), (5, 2053)),
 }
+# Of queries and keys, and the heads of two key-value heads: parts of unequal numbers of
+# blocks.
+_GROUPED_SIZES = (37, 43, 22)
 # Of aligned cases.
 _ALIGNED_LENGTHS: dict[Backend, tuple[tuple[int, int], tuple[int, int]]] = {
-    # 96 is a whole number of every tile of the table.
-    "metal": ((96, 96), (8, 192)),
+    # 128 is a whole number of every tile of the table.
+    "metal": ((128, 128), (8, 192)),
     "cpu": ((192, 256), (8, 2048)),
 }
 
@@ -219,6 +253,8 @@ def cases_of(
             for is_aligned in ((False, True) if with_aligned else (False,))
             for which in ("forward", "backward")
         ),
+        # Of the CPU kernels nothing depends on it.
+        *([make("backward", is_grouped=True)] if backend == "metal" else []),
         *(
             make(which, is_short, has_options=True)
             for is_short in shortness
@@ -231,6 +267,20 @@ def cases_of(
             if of == "bias" or not is_short
         ),
     ]
+
+
+def every_case(dtype: str, row_head_dim: int) -> list[KernelCase]:
+    """As cases_of, for every row of that head_dim, be it a default or not."""
+    cases = []
+    for case in cases_of(dtype, row_head_dim, with_aligned=True):
+        choices = kernel_choices.every_choice(
+            case.which, dtype, row_head_dim, for_few_queries=case.is_short
+        )
+        cases += [
+            dataclasses.replace(case, choice=choice)
+            for choice in ([str(c) for c in choices] or [""])
+        ]
+    return cases
 
 
 @functools.cache
@@ -282,6 +332,11 @@ def check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
     Raises:
       AttentionError: No kernels take the case.
     """
+    with case.chosen(library):
+        return _check(library, case)
+
+
+def _check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
     names = case.kernels(library)
 
     def blame(names: list[str], verdict: Verdict) -> dict[str, Verdict]:
@@ -362,7 +417,7 @@ def _all_options(case: KernelCase) -> dict[str, Any]:
     if case.is_short:
         mask[..., 96:128] = False
     else:
-        mask[..., 32:, :32] = False
+        mask[..., 32:64, :32] = False
     is_shared = case.of == "bias" and case.is_short
     bias = (_BATCH_SIZE, 1, 1, kv_len) if is_shared else (1, num_heads, q_len, kv_len)
     offsets = case.q_offset + np.array([0, 2])
@@ -392,7 +447,7 @@ def _all_options(case: KernelCase) -> dict[str, Any]:
 
 def _measure(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
     """Each result of the pass against its definition."""
-    operands, expected = _make_example(case)
+    operands, expected = _make_example(dataclasses.replace(case, choice=""))
     options = case.options
     if case.which == "forward":
         actual = dict(zip(FORWARD_RESULTS, library.run_forward(*operands, **options)))
@@ -408,7 +463,26 @@ def _measure(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
     }
 
 
-# The last one is kept, for `doctor` runs a case with several instruction sets.
+def difference(
+    dtype: str, actual: Mapping[str, Array], expected: Mapping[str, Array]
+) -> str | None:
+    """How results differ by more than is allowed, as a clause, or None.
+
+    Args:
+      dtype: Of query.
+      actual: By their names in DIMS.
+      expected: Likewise.
+    """
+    tolerances = TOLERANCES[dtype]
+    for name, result in actual.items():
+        wanted = expected[name].astype(np.float64)
+        verdict = _verdict(name, tolerances[_KINDS[name]], result, wanted)
+        if verdict.failure is not None:
+            return verdict.failure
+    return None
+
+
+# The last one is kept: `doctor` runs a case with several instruction sets or choices.
 @functools.lru_cache(maxsize=1)
 def _make_example(case: KernelCase) -> tuple[list[Array], dict[str, Array]]:
     """The operands of a case, and the results that are right, by name."""

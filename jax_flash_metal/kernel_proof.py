@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_flash_metal import crashes, kernel_cases, platforms
+from jax_flash_metal import crashes, kernel_cases, kernel_choices, platforms
 from jax_flash_metal._version import __version__
 from jax_flash_metal.attention_library import (
     AttentionError,
@@ -41,6 +41,7 @@ from jax_flash_metal.attention_library import (
 )
 from jax_flash_metal.config import Backend
 from jax_flash_metal.kernel_cases import KernelCase, Verdict
+from jax_flash_metal.kernel_choices import FORMS, Choice
 from jax_flash_metal.variant_table import row_head_dim
 
 _logger = logging.getLogger(__name__)
@@ -86,6 +87,27 @@ def family(backend: Backend) -> str:
       platforms.LibraryError: There is no library.
     """
     return _proofs(backend).family
+
+
+def prove(case: KernelCase) -> dict[str, Verdict]:
+    """The verdicts of a case, by KernelCase.key, for whoever wants to use its kernels.
+
+    Runs it unless they are known. They hold for all calls.
+
+    Raises:
+      platforms.LibraryError: There is no library.
+      AttentionError: No kernels take the case.
+    """
+    return _proofs(case.backend).prove(case)
+
+
+def failures(backend: Backend) -> dict[str, str]:
+    """What is known to be wrong with kernels, as clauses by their names; runs nothing.
+
+    Raises:
+      platforms.LibraryError: There is no library.
+    """
+    return _proofs(backend).failures()
 
 
 def warn(reason: str, advice: str = WHAT_TO_DO) -> None:
@@ -173,6 +195,22 @@ class _Proofs:
                     )
         return None
 
+    def prove(self, case: KernelCase) -> dict[str, Verdict]:
+        with self._lock:
+            names = case.kernels(self._library)
+            keys = [case.key(name) for name in names if case.judges(name)]
+            if not self._verdicts.keys() >= set(keys):
+                self.add(self._check(keys[0], case))
+            return {key: v for key, v in self._verdicts.items() if key in keys}
+
+    def failures(self) -> dict[str, str]:
+        with self._lock:
+            return {
+                kernel_cases.kernel_of_key(key): verdict.failure
+                for key, verdict in self._verdicts.items()
+                if verdict.failure is not None
+            }
+
     def add(self, verdicts: Mapping[str, Verdict]) -> None:
         with self._lock:
             self._verdicts.update(verdicts)
@@ -193,13 +231,29 @@ class _Proofs:
                 if case.which == which and (has_features or not case.has_options)
                 for name in names
             ]
-        keys = [] if which == "gradient" else names
+        cases = self._cases(shape)
+        is_short = kernel_choices.is_short(names)
+        plain = next(
+            case
+            for case in cases
+            if (case.which, case.is_short) == (pass_of_shape, is_short)
+            and not case.has_options
+        )
+        keys = [] if which == "gradient" else [plain.key(name) for name in names]
+        kernels = {kernel_cases.kernel_of(name) for name in names}
+        if which == "backward" and _COMBINE in kernels:
+            grouped = next(case for case in cases if case.is_grouped)
+            keys += [
+                grouped.key(name)
+                for name in names
+                if kernel_cases.kernel_of(name) == _SUM
+            ]
         if has_features:
-            kernels = {kernel_cases.kernel_of(name) for name in names}
-            keys = keys + [
+            keys += [
                 case.key(name)
-                for case in self._cases(shape)
+                for case in cases
                 if case.which == which and case.has_options
+                if which == "gradient" or case.is_short == is_short
                 for name in case.kernels(self._library)
                 if which == "gradient"
                 or kernel_cases.kernel_of(name) in {*kernels, "attention_mask_blocks"}
@@ -211,18 +265,34 @@ class _Proofs:
             return kernel_cases.cpu_cases(shape.dtype)
         head_dim = max(shape.head_dim, shape.value_head_dim)
         row = row_head_dim(shape.dtype, head_dim)
-        return kernel_cases.cases_of(shape.dtype, row)
+        choices = {which: self._choice(shape, which) for which in FORMS}
+        return [
+            dataclasses.replace(case, choice=_choice_of(case, choices))
+            for case in kernel_cases.cases_of(shape.dtype, row)
+        ]
 
-    def _prove(self, key: str, shape: CallShape) -> None:
+    def _choice(self, shape: CallShape, which: str) -> Choice | None:
+        """What a pass of the shape takes.
+
+        Large problems and measured ones may take other kernels than the tiny cases.
+        """
+        plan = self._library.outline(shape_problem(shape), which)
+        return kernel_choices.choice_of(plan, which)
+
+    def _case_of(self, key: str, shape: CallShape) -> KernelCase:
+        """The case that judges what the key says."""
         cases = self._cases(shape)
         if self._backend == "metal":
             cases = [*cases, *kernel_cases.shared_cases()]
-        case = next(
+        return next(
             case
             for case in cases
             for name in case.kernels(self._library)
             if case.key(name) == key and case.judges(name)
         )
+
+    def _prove(self, key: str, shape: CallShape) -> None:
+        case = self._case_of(key, shape)
         _logger.debug("proving %s by %s", key, case)
         found = self._check(key, case)
         if key not in found:
@@ -305,6 +375,23 @@ class _Proofs:
                     raise
         except OSError as error:
             _logger.info("the proofs are not kept: %s", error)
+
+
+# The sums of dK and dV, and that of their parts.
+_SUM, _COMBINE = "attention_backward_dkv", "attention_backward_dkv_combine"
+
+
+def _choice_of(case: KernelCase, choices: Mapping[str, Choice | None]) -> str:
+    """The part of a call's choices, by pass, that the case can take."""
+    choice = choices.get(case.which)
+    if choice is None:
+        return ""
+    if kernel_choices.is_short(choice.kernels) == case.is_short:
+        return str(choice)
+    if case.is_grouped:  # few queries have sums in parts, too, by the same kernel
+        sums = [n for n in choice.kernels if kernel_cases.kernel_of(n) == _SUM]
+        return str(Choice(choice.form, tuple(sums)))
+    return ""
 
 
 def _clause(text: str) -> str:

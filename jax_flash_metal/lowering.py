@@ -147,7 +147,11 @@ def _lower(
     """`platform` None: whatever the program is lowered for."""
     platforms = lowering_platforms(ctx) if platform is None else (platform,)
     backend = takes_kernels(config, *platforms)
-    if backend is not None and not _falls_back(backend, which, ctx, config, names):
+    if (
+        backend is not None
+        and not _falls_back(backend, which, ctx, config, names)
+        and not (backend == "metal" and _is_unfused(ctx, config, names, platforms[0]))
+    ):
         # Here and not at import: `import jax_flash_metal` must stay light.
         from jax_flash_metal.platforms import ensure_registered
 
@@ -228,6 +232,23 @@ def _unpack(
     end = 3 + len(names)
     named = dict(zip(operand_names(names, has_residuals=False), arrays[:end]))
     return AttentionOperands(**named), arrays[end:]
+
+
+def _is_unfused(
+    ctx: Any, config: AttentionConfig, names: tuple[str, ...], platform: str
+) -> bool:
+    """Whether the reference was measured to be faster for such calls on this machine.
+
+    Asked for every program with Metal kernels, also where the answer is clear: what was
+    measured of the kernels is loaded by it.
+    """
+    from jax_flash_metal import tunings
+
+    tunings.load()
+    if num_partitions(ctx) > 1:
+        return False  # asked again, for the part of one device
+    operands = dict(zip(operand_names(names, has_residuals=False), ctx.avals_in))
+    return tunings.unfused_reason(config, operands, platform) is not None
 
 
 class _Objection(NamedTuple):

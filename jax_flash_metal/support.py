@@ -30,13 +30,23 @@ class Explanation:
         (the call demands kernels that do not exist or must not be used; it raises
         NotImplementedError, or platforms.LibraryError without the native library).
       reason: A sentence.
+      kernels: The Metal kernels' rows of the variant table, and the form of the
+        backward pass; empty for everything else.
+      origin: Where that comes from: "measured …" (jax_flash_metal.autotune),
+        "modelled …" (the table's rows for the GPU's family, docs/model.md) or
+        "default …" (the table's for an unknown family).
     """
 
     implementation: str
     reason: str
+    kernels: str = ""
+    origin: str = ""
 
     def __str__(self) -> str:
-        return f"{self.implementation}: {self.reason}"
+        text = f"{self.implementation}: {self.reason}"
+        if self.kernels:
+            text += f" Rows: {self.kernels} ({self.origin})."
+        return text
 
 
 def unfused_reason(operands: AttentionOperands) -> str | None:
@@ -86,6 +96,12 @@ def explain(
     forward, backward = _objections(backend, operands, config)
     if forward is not None:
         return Explanation(otherwise, f"{forward}.")
+    if backend == "metal":
+        from jax_flash_metal import tunings
+
+        unfused = tunings.unfused_reason(config, operands._asdict(), platform)
+        if unfused is not None:
+            return Explanation("xla", f"{unfused}.")
     who = "the kernels"
     if backend == "cpu":
         from jax_flash_metal import kernel_proof
@@ -95,6 +111,8 @@ def explain(
     if backward is not None:
         fate = "is unsupported" if forced else "takes the reference"
         reason += f" The gradient {fate}: {backward}."
+    if backend == "metal":
+        return Explanation(backend, reason, *tunings.describe_call(config, operands))
     return Explanation(backend, reason)
 
 

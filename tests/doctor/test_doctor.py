@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("doctor")
 
 NAMES = [
     *("platform", "packages", "host plugin", "jax", "library", "device"),
-    *("self-test", "cpu self-test", "hand-over", "training", "timing"),
+    *("self-test", "cpu self-test", "hand-over", "training", "tuning", "timing"),
 ]
 WITHOUT_TIMING = ("--time-budget", "0")
 
@@ -290,7 +290,7 @@ def test_no_library(small, tmp_path):
     assert checks["library"]["status"] == "fail"
     assert "is missing" in checks["library"]["message"]
     assert "Reinstall jax-flash-metal" in checks["library"]["message"]
-    for name in ("cpu self-test", "hand-over", "training", "timing"):
+    for name in ("cpu self-test", "hand-over", "training", "tuning", "timing"):
         assert checks[name]["message"].startswith("Not run: ")
     assert said.startswith("FAILED: library. Please attach the report")
     assert (copy.folder / doctor.DEFAULT_REPORT).is_file()

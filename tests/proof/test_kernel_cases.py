@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[2]
 LIBRARY = AttentionLibrary(native.load())
 DTYPES = tuple(attention_library.DTYPES)
 ALL_ROWS = sorted({(v.dtype, v.head_dim) for v in variants()})
-CASES = kernel_cases.cases_of("float32", 32)
+# The least head_dim of the table.
+LEAST = min(v.head_dim for v in variants())
+CASES = kernel_cases.cases_of("float32", LEAST)
 FORWARD_WITH_OPTIONS = [
-    KernelCase("float32", 32, "forward", is_short, has_options=True)
+    KernelCase("float32", LEAST, "forward", is_short, has_options=True)
     for is_short in (False, True)
 ]
 
@@ -91,7 +93,9 @@ def test_cases_on_the_cpu_have_tails_of_blocks_or_whole_ones():
         int(re.search(rf"int kBlock{what} = (\d+);", text)[1])
         for what in ("Queries", "Keys")
     )
-    for case in kernel_cases.cases_of("float32", 32, with_aligned=True, backend="cpu"):
+    for case in kernel_cases.cases_of(
+        "float32", LEAST, with_aligned=True, backend="cpu"
+    ):
         shape = case.shape
         if case.is_aligned:
             assert shape.kv_len % keys == 0
@@ -158,8 +162,8 @@ def test_every_option_shows(case):
 
 def all_kernels_of(shape, which):
     """The kernels of a call with every option, with arrays that are not the cases'."""
-    sizes = attention_library.sizes_of(shape) | {"K": 1}
-    shape = dataclasses.replace(shape, num_kv_heads=1)
+    sizes = attention_library.sizes_of(shape) | {"K": 4}
+    shape = dataclasses.replace(shape, num_kv_heads=4)
     dtype = attention_library.NUMPY_DTYPES[shape.dtype]
     arrays = {
         name: np.zeros((3, *(sizes[letter] for letter in dims)), dtype)
@@ -222,7 +226,7 @@ def test_every_kernel_is_reached_and_right(dtype):
     found = {}
     for row_dtype, head_dim in ALL_ROWS:
         if row_dtype == dtype:
-            for case in kernel_cases.cases_of(dtype, head_dim, with_aligned=True):
+            for case in kernel_cases.every_case(dtype, head_dim):
                 found |= kernel_cases.check(LIBRARY, case)
     wanted = {v.host_name for v in variants() if v.dtype == dtype}
     assert {kernel_cases.kernel_of_key(key) for key in found} == wanted
@@ -267,8 +271,9 @@ COMBINE = f"{BIAS_GRADIENT}_combine"
 def blamed_by(library, dtype="float32", *, has_options):
     """The kernels that fail and those that do not, of the longer cases."""
     verdicts = {}
-    for case in kernel_cases.cases_of(dtype, 32):
-        if not case.is_short and case.has_options == has_options:
+    for case in kernel_cases.cases_of(dtype, LEAST):
+        is_longer = not case.is_short and not case.is_grouped
+        if is_longer and case.has_options == has_options:
             verdicts |= kernel_cases.check(library, case)
     kernels = {
         key: " ".join((kernel_of(kernel_cases.kernel_of_key(key)), *key.split()[1:]))
@@ -296,6 +301,35 @@ def test_who_is_blamed(spoiled, blamed):
     failed, good = blamed_by(Wrong(*spoiled.split()), has_options=False)
     assert failed == blamed
     assert len(failed) + len(good) == 4
+
+
+def test_who_is_blamed_for_sums_in_parts():
+    case = KernelCase("float32", LEAST, "backward", is_grouped=True)
+    verdicts = kernel_cases.check(Wrong("dvalue"), case)
+    blamed = {key for key, verdict in verdicts.items() if verdict.failure}
+    combine, of_parts = sorted(blamed)
+    assert of_parts.startswith(f"{DKV}_float32_") and of_parts.endswith(" in parts")
+    assert kernel_of(combine) == f"{DKV}_combine"
+    assert len(verdicts) == 4
+
+
+FORM_B = [
+    case
+    for dtype, head_dim in ALL_ROWS
+    for case in kernel_cases.every_case(dtype, head_dim)
+    if case.choice.startswith("B\t")
+]
+
+
+def test_verdicts_of_form_b_have_names_of_their_own():
+    assert FORM_B
+    for case in FORM_B:
+        keys = [case.key(name) for name in case.kernels(LIBRARY)]
+        of_form = [key for key in keys if key.startswith(f"{DKV}_{case.dtype}_")]
+        ending = " with options" if case.has_options else ""
+        ending = f" in parts{ending}" if case.is_grouped else ending
+        assert [key.partition(" of form B")[2] for key in of_form] == [ending]
+        assert any(kernel_of(key) == f"{DQ}_product" for key in keys)
 
 
 WITH_OPTIONS = " with options"
@@ -331,7 +365,7 @@ def test_who_is_blamed_with_options(spoiled, blamed):
 def test_a_shared_bias_is_judged_on_its_own():
     """Its kernel sums over queries and heads, which is another path."""
     for is_short in (False, True):
-        case = KernelCase("float32", 32, "gradient", is_short, False, True, "bias")
+        case = KernelCase("float32", LEAST, "gradient", is_short, False, True, "bias")
         verdicts = kernel_cases.check(Wrong("dbias", by=5), case)
         (key,) = (key for key in verdicts if " of " in key)
         assert key.endswith(" of shared bias" if is_short else "_s4 of bias")

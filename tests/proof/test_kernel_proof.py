@@ -20,15 +20,28 @@ from jax_flash_metal.attention_library import (
     AttentionError,
     AttentionLibrary,
     CallShape,
-    Problem,
 )
 from jax_flash_metal.config import BACKENDS
 from jax_flash_metal.kernel_cases import Verdict
+from jax_flash_metal.variant_table import variants
 from tests.support import native
 from tests.support.processes import run_python
 
 SHAPE = CallShape("float32", 100, 100, 2, 2, 64, 64)
-FORWARD = "attention_forward_float32_d64_q32_k32_s4"
+
+
+def row(template, dtype="float32", head_dim=64):
+    """The name of the kernel that this device takes by default."""
+    return next(
+        v.host_name
+        for v in variants()
+        if (v.kernel, v.dtype) == (f"attention_{template}", dtype)
+        and v.head_dim >= head_dim
+        and (v.min_family, v.is_default) == (0, True)
+    )
+
+
+FORWARD = row("forward")
 INTERNAL = 13
 
 
@@ -109,11 +122,9 @@ def test_other_kernels_are_proven_when_they_are_needed(cache):
     names = {*json.loads(next((cache / "proofs").iterdir()).read_text())["verdicts"]}
     assert names == {
         FORWARD,
-        "attention_delta_float32_d256_q4_k8_s4",
-        "attention_backward_dq_float32_d64_q32_k32_s4",
-        "attention_backward_dkv_float32_d64_q16_k32_s4",
-        "attention_short_forward_float16_d256_q8_k32_s4",
-        "attention_short_forward_combine_float16_d256_q4_k8_s4",
+        *(row(kernel) for kernel in ("delta", "backward_dq", "backward_dkv")),
+        row("short_forward", "float16", 200),
+        row("short_forward_combine", "float16"),
     }
 
 
@@ -128,21 +139,21 @@ def test_a_call_with_options_is_proven_with_them_too(cache):
     for _ in range(2):
         assert proofs.objection(SHAPE, "forward", True) is None
     # Plain, with options, and the mask's summary by the backward pass of other rows.
-    mask_blocks = "attention_mask_blocks_float32_d256_q32_k32_s4"
+    mask_blocks = row("mask_blocks")
     assert library.runs == 3
     assert names_in(cache) >= {FORWARD, f"{FORWARD} with options", mask_blocks}
     # What a plain call asks is known by now.
     assert proofs.objection(SHAPE, "forward") is None
     assert library.runs == 3
     assert proofs.objection(SHAPE, "gradient", True) is None
-    gradient = "attention_bias_gradient_float32_d64_q32_k32_s4"
+    gradient = row("bias_gradient")
     assert names_in(cache) >= {
         f"{gradient} of bias",
         f"{gradient} of shared bias",
         f"{gradient} of alibi_slopes",
-        "attention_bias_gradient_combine_float32_d256_q32_k32_s4",
-        "attention_sinks_gradient_float32_d256_q32_k32_s4",
-        "attention_delta_float32_d256_q4_k8_s4",
+        row("bias_gradient_combine"),
+        row("sinks_gradient"),
+        row("delta"),
     }
     # By another process.
     later = Library()
@@ -388,7 +399,7 @@ def test_a_kernel_that_does_not_run_is_not_remembered():
 
 
 def test_an_error_that_names_a_kernel_blames_only_that():
-    dq = "attention_backward_dq_float32_d64_q32_k32_s4"
+    dq = row("backward_dq")
     proofs = kernel_proof._Proofs(Library(rejection=rejection(dq)))
     assert "another kernel failed" in proofs.objection(SHAPE, "backward")
     # delta was asked first and has no verdict of its own: it is tested again.
@@ -696,13 +707,13 @@ def test_a_user_who_is_not_there(monkeypatch, system):
 
 @pytest.mark.parametrize("text", ["", "a\nb\n"])
 def test_a_whole_text(text):
-    assert CutLibrary(text.encode()).kernels(Problem(), "forward") == text.splitlines()
+    assert CutLibrary(text.encode()).cpu_isas() == text.splitlines()
 
 
 @pytest.mark.parametrize("text", ["a\nb", "kernel\n" * 10000, "x" * 70000])
 def test_a_text_that_was_cut_is_an_error(text):
     with pytest.raises(RuntimeError, match=r"the end is missing: …'.*'$"):
-        CutLibrary(text.encode()).kernels(Problem(), "forward")
+        CutLibrary(text.encode()).cpu_isas()
 
 
 class CutLibrary(AttentionLibrary):
@@ -710,8 +721,8 @@ class CutLibrary(AttentionLibrary):
 
     def __init__(self, text):
         self._text_to_write = text
-        self._library = types.SimpleNamespace(jfm_attention_kernels=self._write)
+        self._library = types.SimpleNamespace(jfm_cpu_isas=self._write)
 
-    def _write(self, problem, number, text, size):
+    def _write(self, text, size):
         text.value = self._text_to_write[: size - 1]
         return 0

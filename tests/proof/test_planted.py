@@ -172,7 +172,7 @@ def test_a_call_with_options_takes_the_reference_where_only_that_is_wrong(
     assert calls == "['forward', 'backward'] ['forward']"
     assert reason.startswith(
         "metal: the kernels run on a device. The gradient takes the reference: the "
-        "kernel attention_backward_dkv_float32_d32_q32_k32_s4 with options is disabled "
+        "kernel attention_backward_dkv_float32_d64_q16_k32_b64_s4_paired with options is disabled "
     )
 
 
@@ -192,7 +192,7 @@ def test_a_default_call_takes_the_reference_and_warns_once(wrong_forward):
     for _ in range(2):  # the second process has it from the file
         said = run(wrong_forward, program).stdout
         assert said.startswith(
-            "jax_flash_metal: the kernel attention_forward_float32_d32_q32_k32_s4 is "
+            "jax_flash_metal: the kernel attention_forward_float32_d64_q64_k32_b64_s4 is "
             "disabled on software Metal device: its "
         )
         assert " is wrong: " in said
@@ -226,7 +226,7 @@ def test_a_wrong_gradient_takes_the_reference_and_says_why(wrong_gradient):
     print(explain(x, x, x, implementation="metal"))
     """
     lines = run(wrong_gradient, program).stdout.splitlines()
-    kernel = "the kernel attention_backward_dkv_float32_d32_q32_k32_s4 is disabled on"
+    kernel = "the kernel attention_backward_dkv_float32_d64_q16_k32_b64_s4_paired is disabled on"
     for line, fate in zip(
         lines, ("takes the reference", "is unsupported"), strict=True
     ):
@@ -248,12 +248,12 @@ def test_explain_and_demanded_kernels_say_why(wrong_forward):
         print(error)
     """
     lines = run(wrong_forward, program).stdout.splitlines()
-    assert lines[0].startswith("xla: the kernel attention_forward_float32_d32_")
-    assert lines[1].startswith("unsupported: the kernel attention_forward_float32_d32_")
+    assert lines[0].startswith("xla: the kernel attention_forward_float32_d64_")
+    assert lines[1].startswith("unsupported: the kernel attention_forward_float32_d64_")
     assert lines[2] == "metal: the kernels run on a device."
     assert lines[3].startswith(
         "implementation='metal' cannot run this call: the kernel "
-        "attention_forward_float32_d32_q32_k32_s4 is disabled on "
+        "attention_forward_float32_d64_q64_k32_b64_s4 is disabled on "
     )
     assert "attach report.txt" in lines[3]
 
@@ -270,7 +270,7 @@ def test_a_missing_kernel_is_a_failure_with_a_sentence(tmp_path):
     copy = PackageCopy(tmp_path / "site", kernels=kernels, library=library)
     said = run(copy, "print(jax_flash_metal.explain(x, x, x))").stdout
     assert said.startswith(
-        "xla: the kernel attention_forward_float32_d32_q32_k32_s4 is disabled on "
+        "xla: the kernel attention_forward_float32_d64_q64_k32_b64_s4 is disabled on "
         "software Metal device: it does not compile: "
     )
 
@@ -290,7 +290,7 @@ def test_a_kernel_that_crashes_the_process_does_so_once(wrong_forward, tmp_path)
     (mark,) = (copy.folder / "cache" / "proofs").iterdir()
     said = run(copy, "print(jax_flash_metal.explain(x, x, x).reason)").stdout
     assert said.startswith(
-        "the kernel attention_forward_float32_d32_q32_k32_s4 is disabled on software "
+        "the kernel attention_forward_float32_d64_q64_k32_b64_s4 is disabled on software "
         "Metal device: its test crashed (SIGABRT)"
     )
     assert mark.exists()  # the other kernels were not tested in the process either

@@ -1,0 +1,438 @@
+"""What calls take of measurements: the real planner, kernels, lowering and explain."""
+
+import doctest
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash_metal
+from jax_flash_metal import (
+    autotuner,
+    kernel_choices,
+    kernel_proof,
+    lowering,
+    platforms,
+    tunings,
+)
+from jax_flash_metal.attention_library import AttentionLibrary
+from jax_flash_metal.kernel_choices import Choice
+from tests.support import native
+from tests.support.processes import output_of
+
+SHAPES = ((2, 37, 6, 40), (2, 53, 3, 40), (2, 53, 3, 40))
+CLASS = "float16 d40 v40 q64 k64 n16 g2"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch, tmp_path):
+    """Nothing is measured; kernels that others have proven stay so."""
+    monkeypatch.setattr(tunings, "_in_use", None)
+    monkeypatch.setattr(tunings, "_folder", lambda: tmp_path / "autotune")
+    yield
+    kernel_choices.use(tunings.library(), {})
+
+
+def structs(dtype=jnp.float16, shapes=SHAPES):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def arrays(dtype=jnp.float16, shapes=SHAPES):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def seconds_of(candidate):
+    """The last rows of the table are the fastest, and so is the form that has them."""
+    table = [v.host_name for v in kernel_choices.variants()]
+    return 1 / (1 + sum(table.index(kernel) for kernel in candidate.kernels))
+
+
+def last_rows(candidates, budget_seconds):
+    """A measure; of whole calls the kernels win."""
+    return [
+        {"fused": 1.0, "unfused": 2.0}.get(candidate.form) or seconds_of(candidate)
+        for candidate in candidates
+    ]
+
+
+def tune(measure=last_rows, operands=None, **options):
+    options = {"implementation": "metal", "platform": "cpu"} | options
+    return jax_flash_metal.autotune(
+        *(operands or structs()), measure=measure, **options
+    )
+
+
+def plan(which, **options):
+    """Of the tuned call, as the library makes it."""
+    operands, config = jax_flash_metal.api.prepare_abstract(*structs(), **options)
+    problem = kernel_choices.problem_of(config, operands._asdict())
+    return AttentionLibrary(native.load()).plan(problem, which)
+
+
+def test_the_planner_takes_what_was_chosen():
+    before = {which: plan(which) for which in ("forward", "backward")}
+    assert {p["origin"] for p in before.values()} == {"default"}
+    result = tune()
+    assert result.shape_class == CLASS
+    after = {which: plan(which) for which in before}
+    assert {p["origin"] for p in after.values()} == {"measured"}
+    rows = kernel_choices.rows_of("attention_forward", "float16", 40)
+    assert len(rows) > 1
+    names = after["forward"]["kernels"]
+    assert rows[-1] in names and rows[-1] == result.forward.kernels[0]
+    names = set(after["backward"]["kernels"])
+    assert names >= set(result.backward.kernels)
+    assert after["backward"]["form"] == result.backward.form
+    assert kernel_choices.choice_of(after["backward"], "backward") == (
+        result.backward.choice
+    )
+    # Calls of another class do not.
+    assert plan("forward", is_causal=True)["origin"] == "default"
+
+
+def test_the_problem_is_that_of_the_call():
+    """The class that is asked for is the one that a run of the call has."""
+    operands, config = jax_flash_metal.api.prepare_abstract(
+        *structs(),
+        bias=jax.ShapeDtypeStruct((6, 1, 53), jnp.float32),
+        mask=jax.ShapeDtypeStruct((2, 1, 37, 53), bool),
+        segment_ids=(
+            jax.ShapeDtypeStruct((2, 37), jnp.int32),
+            jax.ShapeDtypeStruct((2, 53), jnp.int32),
+        ),
+        q_offset=jax.ShapeDtypeStruct((), jnp.int32),
+        is_causal=True,
+        logits_soft_cap=3.0,
+        dropout_rate=0.25,
+        dropout_key=jax.ShapeDtypeStruct((2,), jnp.uint32),
+    )
+    given = {n: x for n, x in operands._asdict().items() if x is not None}
+    phantom = kernel_choices.problem_of(config, given)
+    real = autotuner.random_operands(operands)
+    options = kernel_choices.options_of(config) | real
+    required = {name: options.pop(name) for name in ("query", "key", "value")}
+    problem = native.make_problem(required, **options)
+    native.attach_results(problem, required, native.FORWARD_RESULTS)
+    for field, _ in problem._fields_:
+        ours, theirs = getattr(phantom, field), getattr(problem, field)
+        if isinstance(ours, (int, float)):
+            assert ours == theirs, field
+        elif field in given:
+            assert list(ours.batch_strides[:1]) == list(theirs.batch_strides[:1])
+            strides = ("head_stride", "row_stride", "col_stride")
+            assert all(getattr(ours, s) == getattr(theirs, s) for s in strides), field
+    text = tunings.shape_class_of(config, given)
+    assert text.startswith(f"{CLASS} causal ")
+    assert {"bias", "mask", "softcap", "dropout_key"} <= set(text.split())
+
+
+def test_results_stay_right():
+    """Of a call with the chosen kernels, and of its gradients."""
+    result = tune()
+    operands = arrays()
+
+    def total(implementation):
+        def f(*qkv):
+            out = jax_flash_metal.flash_attention(*qkv, implementation=implementation)
+            return jnp.square(out.astype(jnp.float32)).sum(), out
+
+        return jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True))
+
+    gradients, out = total("metal")(*operands)
+    expected_gradients, expected = total("xla")(*operands)
+    np.testing.assert_allclose(out, expected, atol=2e-3, rtol=1e-3)
+    for actual, right in zip(gradients, expected_gradients):
+        np.testing.assert_allclose(actual, right, atol=1e-2, rtol=1e-2)
+    assert tunings.load() == {CLASS: result}
+
+
+def test_a_compiled_program_takes_a_new_choice():
+    """The forms of the backward pass round differently; nothing is traced again."""
+    traced = []
+
+    def total(*qkv):
+        traced.append(qkv)
+        out = jax_flash_metal.flash_attention(*qkv, implementation="metal")
+        return out.astype(jnp.float32).sum()
+
+    step = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    operands = arrays()
+    gradients = {}
+    for form in ("A", "B", "A again"):
+        (choice, *_) = (
+            choice
+            for choice in kernel_choices.every_choice(
+                "backward", "float16", 64, for_few_queries=False
+            )
+            if choice.form == form[0]
+        )
+        key = (CLASS, "backward")
+        kernel_choices.use(tunings.library(), {key: choice})
+        gradients[form] = np.asarray(step(*operands)[0])
+    assert len(traced) == 1
+    assert (gradients["A"] == gradients["A again"]).all()
+    assert (gradients["A"] != gradients["B"]).any()
+    np.testing.assert_allclose(gradients["A"], gradients["B"], atol=2e-2, rtol=2e-2)
+
+
+def test_docstring(monkeypatch):
+    """The example, and every argument."""
+    monkeypatch.setattr(autotuner, "measure_in_turn", last_rows)
+    function = jax_flash_metal.autotune
+    (test,) = doctest.DocTestFinder(recurse=False).find(function, "autotune")
+    assert test.examples
+    assert doctest.DocTestRunner().run(test).failed == 0
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"  \**{parameter}: ", inspect.getdoc(function))
+
+
+def test_explain():
+    explain = jax_flash_metal.explain
+    options = {"implementation": "metal", "platform": "cpu"}
+    before = explain(*structs(), **options)
+    rows = kernel_choices.rows_of("attention_forward", "float16", 40)
+    short = rows[0].removeprefix("attention_forward_float16_")
+    assert before.kernels.startswith(f"forward {short}; backward form ")
+    assert before.origin == "default: the table's, not measured here"
+    assert str(before) == (
+        "metal: the kernels run on the software Metal device. "
+        f"Rows: {before.kernels} ({before.origin})."
+    )
+    result = tune()
+    after = explain(*structs(), **options)
+    assert after.kernels == "; ".join(
+        tunings.describe(which, chosen.choice)
+        for which, chosen in (
+            ("forward", result.forward),
+            ("backward", result.backward),
+        )
+    )
+    assert after.kernels != before.kernels
+    assert re.fullmatch(
+        r"measured 20\d\d-\d\d-\d\d, times as fast as the default: "
+        rf"forward {result.forward.gain:.2f}, backward {result.backward.gain:.2f}",
+        after.origin,
+    )
+    # Of another class, and of what are no Metal kernels.
+    other = explain(*structs(), is_causal=True, **options)
+    assert other.origin == before.origin
+    assert explain(*structs(), platform="cpu").kernels == ""
+    assert explain(*structs(), implementation="xla").kernels == ""
+
+
+def test_explain_on_a_gpu_of_a_known_family():
+    library = AttentionLibrary(native.load())
+    library.set_gpu_family(8)
+    try:
+        explanation = jax_flash_metal.explain(
+            *structs(), implementation="metal", platform="cpu"
+        )
+    finally:
+        library.set_gpu_family(-1)
+    assert explanation.origin == (
+        "modelled: the table's for Apple GPU family 8, not measured here"
+    )
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+import jax_flash_metal
+from jax_flash_metal import tunings
+shapes = {shapes}
+q, k, v = (jnp.ones(shape, jnp.float16) for shape in shapes)
+f = jax.jit(lambda *x: jax_flash_metal.flash_attention(*x, implementation="metal"))
+f(q, k, v)
+print(tunings._in_use is not None and list(tunings._in_use))
+"""
+
+
+def test_a_program_loads_it_before_its_first_call(tmp_path, monkeypatch):
+    """Without explain or autotune."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(tunings, "_folder", lambda: folder / "autotune")
+    tune()
+    program = PROGRAM.format(shapes=SHAPES)
+    setting = {platforms.CACHE_SETTING: str(folder)}
+    assert output_of(program, **setting) == str([CLASS])
+
+
+def test_kernels_are_really_measured():
+    """By the clock, on the software device: the only test that does."""
+    operands = structs(shapes=((1, 16, 2, 8), (1, 24, 1, 8), (1, 24, 1, 8)))
+    result = tune(None, operands, budget_seconds=2.0)
+    assert 0 < result.forward.seconds <= result.forward.default_seconds
+    assert 0 < result.backward.seconds <= result.backward.default_seconds
+    assert tunings.store().read() == {result.shape_class: result}
+
+
+# -- Wrong kernels ---------------------------------------------------------------------
+
+
+class Planted(AttentionLibrary):
+    """The results of a pass with one of these kernels are off by a little."""
+
+    def __init__(self, *kernels):
+        super().__init__(native.load())
+        self.kernels_off = set(kernels)
+        self.ran = []
+
+    def run(self, problem, which):
+        super().run(problem, which)
+        kernels = self.kernels(problem, which)
+        self.ran += kernels
+        if self.kernels_off.intersection(kernels):
+            name = {"forward": "out", "backward": "dquery"}[which]
+            tensor = getattr(problem, name)
+            memory = (native.ctypes.c_char * tensor.size_bytes).from_address(
+                tensor.data
+            )
+            values = np.frombuffer(memory, np.float16)
+            values[:] = values * np.float16(1.5)
+
+
+def test_a_wrong_kernel_is_not_chosen(monkeypatch):
+    wrong = kernel_choices.rows_of("attention_forward", "float16", 40)[-1]
+    library = Planted(wrong)
+    monkeypatch.setattr(tunings, "library", lambda: library)
+    result = tune()
+    assert wrong in library.ran  # it was tried
+    assert wrong not in result.forward.kernels
+    (timing,) = (t for t in result.timings if t.failure is not None)
+    assert timing.kernels == (wrong,)
+    assert timing.failure.startswith("its out is wrong: ")
+    assert wrong not in plan("forward")["kernels"]
+
+
+# -- The reference ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def metal_by_default(monkeypatch):
+    """Platform cpu is one like flash_metal, and every kernel is right."""
+    row = {"metal": "the device of this test"}
+    monkeypatch.setitem(lowering.KERNEL_PLATFORMS, "cpu", row)
+    monkeypatch.setattr(kernel_proof, "objection", lambda *call: None)
+    monkeypatch.setattr(kernel_proof, "failures", lambda backend: {})
+    monkeypatch.setattr(kernel_proof, "prove", lambda case: {})
+
+
+def unfused_wins(candidates, budget_seconds):
+    times = {"fused": 3e-3, "unfused": 2e-3}
+    return [times.get(candidate.form, 1.0) for candidate in candidates]
+
+
+def lowered(operands=None, *, implementation=None, batched=False, **options):
+    """The program of a gradient; its text."""
+
+    def total(*qkv):
+        attend = lambda *x: jax_flash_metal.flash_attention(  # noqa: E731
+            *x, implementation=implementation, **options
+        )
+        return (jax.vmap(attend) if batched else attend)(*qkv).sum()
+
+    step = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    return step.lower(*(operands or structs())).as_text()
+
+
+TARGETS = ("jax_flash_metal_forward", "jax_flash_metal_backward")
+
+
+def has_kernels(text):
+    found = {target in text for target in TARGETS}
+    assert len(found) == 1  # both or none
+    return found.pop()
+
+
+@pytest.mark.usefixtures("metal_by_default")
+def test_a_call_takes_the_reference_where_that_is_faster():
+    assert has_kernels(lowered())
+    result = tune(unfused_wins, implementation=None)
+    assert result.unfused.is_taken
+    assert not has_kernels(lowered())
+    # Of the same class, also by vmap.
+    near = ((3, 33, 4, 40), (3, 63, 2, 40), (3, 63, 2, 40))
+    assert not has_kernels(lowered(structs(shapes=near)))
+    outer = structs(shapes=((2, 1, 37, 6, 40), (2, 1, 53, 3, 40), (2, 1, 53, 3, 40)))
+    assert not has_kernels(lowered(outer, batched=True))
+    # Another class, and a call that demands the kernels.
+    assert has_kernels(lowered(is_causal=True))
+    assert has_kernels(lowered(implementation="metal"))
+    explanation = jax_flash_metal.explain(*structs(), platform="cpu")
+    assert str(explanation) == (
+        "xla: measured on this machine, forward and backward take 2 ms by the "
+        "reference, which keeps 0.0898 MiB of scores, and 3 ms by the kernels."
+    )
+    forced = jax_flash_metal.explain(*structs(), platform="cpu", implementation="metal")
+    assert forced.implementation == "metal"
+
+
+@pytest.mark.usefixtures("metal_by_default")
+def test_the_reference_is_not_taken_where_its_scores_are_large(monkeypatch):
+    """A call's own, not those of the call that was measured."""
+    tune(unfused_wins, implementation=None)
+    assert not has_kernels(lowered())
+    monkeypatch.setattr(tunings, "MAX_SCORES_BYTES", 4 * 2 * 6 * 37 * 53 - 1)
+    assert has_kernels(lowered())
+
+
+@pytest.mark.usefixtures("metal_by_default")
+def test_the_reference_is_taken_on_the_platform_of_the_measurement_only(monkeypatch):
+    tune(unfused_wins, implementation=None)
+    operands, config = jax_flash_metal.api.prepare_abstract(*structs())
+    on = {
+        platform: tunings.unfused_reason(config, operands._asdict(), platform)
+        for platform in ("cpu", "flash_metal")
+    }
+    assert on["cpu"] is not None and on["flash_metal"] is None
+    # Where it was measured elsewhere, a call there is measured anew.
+    assert tune(unfused_wins, implementation=None).origin == "measured"
+
+
+@pytest.mark.usefixtures("metal_by_default")
+def test_the_setting_turns_the_reference_off(monkeypatch):
+    tune(unfused_wins, implementation=None)
+    monkeypatch.setattr(tunings, "_in_use", None)
+    monkeypatch.setenv(tunings.SETTING, "off")
+    assert has_kernels(lowered())
+
+
+@pytest.mark.usefixtures("metal_by_default")
+def test_a_kernel_that_ties_with_the_reference_stays():
+    def tie(candidates, budget_seconds):
+        return [1.0] * len(candidates)
+
+    tune(tie, implementation=None)
+    assert has_kernels(lowered())
+
+
+def test_forced_choices_end():
+    """With an error too; and others stay."""
+    library = tunings.library()
+    rows = kernel_choices.rows_of("attention_forward", "float16", 40)
+    keys = ((CLASS, "forward"), (f"{CLASS} causal", "forward"))
+    kernel_choices.use(library, {keys[1]: Choice("-", (rows[-1],))})
+
+    def names(**options):
+        return plan("forward", **options)["kernels"]
+
+    default = names()
+
+    def force_and_fail():
+        with kernel_choices.forced(library, keys[0], Choice("-", (rows[-1],))):
+            assert rows[-1] in names() and rows[-1] in names(is_causal=True)
+            with kernel_choices.forced(library, keys[1], None):
+                assert rows[-1] in names() and rows[-1] not in names(is_causal=True)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        force_and_fail()
+    assert names() == default
+    assert rows[-1] in names(is_causal=True)
+    nothing = kernel_choices.forced(library, keys[0], Choice("-", ("nothing",)))
+    with pytest.raises(native.NativeError, match='"nothing"'), nothing:
+        pass
+    assert names() == default
