@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -113,7 +114,9 @@ class AttentionError(Exception):
         self.code = code
 
 
-RESOURCE_EXHAUSTED = 8  # of absl::StatusCode
+# Of absl::StatusCode.
+RESOURCE_EXHAUSTED = 8
+_OUT_OF_RANGE = 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +145,9 @@ class CallShape:
         )
 
 
-# Bytes. A compiler's log is long.
+# Bytes. A compiler's log is long; so is a plan, which says how much it needs.
 _MAX_TEXT = 1 << 16
+_MIN_TEXT = 1 << 12
 
 
 class AttentionLibrary:
@@ -244,15 +248,74 @@ class AttentionLibrary:
         function = self._library.jfm_attention_compile
         self._call(function, ctypes.byref(problem), PASSES.index(which))
 
+    def plan(self, problem: Problem, which: str) -> dict[str, Any]:
+        """What a pass would launch, as jfm_attention_plan describes it; runs nothing.
+
+        Raises:
+          AttentionError: No kernels take the problem.
+        """
+        plan = self._plan(problem, which, _MAX_TEXT)
+        while "needed" in plan:  # more than before only if somebody sets a limit
+            plan = self._plan(problem, which, plan["needed"])
+        return plan
+
+    def outline(self, problem: Problem, which: str) -> dict[str, Any]:
+        """The plan, perhaps without its launches, which may be thousands.
+
+        Raises:
+          AttentionError: No kernels take the problem.
+        """
+        return self._plan(problem, which, _MIN_TEXT)
+
     def kernels(self, problem: Problem, which: str) -> list[str]:
         """Names of the kernels that a pass launches, each once, in order.
 
         Raises:
           AttentionError: No kernels take the problem.
         """
-        function = self._library.jfm_attention_kernels
-        number = PASSES.index(which)
-        return self._text(function, ctypes.byref(problem), number).splitlines()
+        kernels: list[str] = self._plan(problem, which, _MIN_TEXT)["kernels"]
+        return kernels
+
+    def num_launches(self, problem: Problem, which: str) -> int:
+        """Launches of a pass; 1 by the CPU kernels.
+
+        Raises:
+          AttentionError: No kernels take the problem.
+        """
+        count: int = self._plan(problem, which, _MIN_TEXT)["num_launches"]
+        return count
+
+    def _plan(self, problem: Problem, which: str, size: int) -> dict[str, Any]:
+        """In a text of `size` bytes: if it does not fit, "needed" for "launches"."""
+        function = self._library.jfm_attention_plan
+        arguments = (ctypes.byref(problem), PASSES.index(which))
+        try:
+            text = self._call(function, *arguments, size=size)
+        except AttentionError as error:
+            if error.code != _OUT_OF_RANGE:
+                raise
+            text = str(error)
+        plan: dict[str, Any] = json.loads(text)
+        return plan
+
+    def set_kernel_choices(self, text: str) -> None:
+        """Which kernels calls take, as measured, for the process and from now on.
+
+        Args:
+          text: Lines as jfm_set_kernel_choices takes them; "": the library's own.
+
+        Raises:
+          AttentionError: A line is wrong: the message has its number. Nothing changed.
+        """
+        self._call(self._library.jfm_set_kernel_choices, text.encode())
+
+    def set_gpu_family(self, family: int) -> None:
+        """Plans as on the Apple GPU family, for the process; -1: as the device says."""
+        self._library.jfm_set_gpu_family(family)
+
+    def set_score_gradient_limit(self, size_bytes: int) -> None:
+        """Of the score gradient in scratch at once, for the process; 0: the default."""
+        self._library.jfm_set_score_gradient_limit(size_bytes)
 
     def device_facts(self) -> dict[str, str]:
         """What is known of what calls run on: the device, or the CPU.
@@ -286,12 +349,12 @@ class AttentionLibrary:
         digest: bytes = self._library.jfm_kernel_digest()
         return digest.decode()
 
-    def _call(self, function: Any, *arguments: Any) -> str:
+    def _call(self, function: Any, *arguments: Any, size: int = _MAX_TEXT) -> str:
         """Calls a function that ends in (char* text, size_t); returns what it wrote.
 
         A text that does not fit has lost its end.
         """
-        text = ctypes.create_string_buffer(_MAX_TEXT)
+        text = ctypes.create_string_buffer(size)
         code = function(*arguments, text, len(text))
         written = text.value.decode(errors="replace")
         if code:
@@ -331,9 +394,12 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "jfm_attention_forward": (problem, *text),
         "jfm_attention_backward": (problem, *text),
         "jfm_attention_gradient": (problem, *text),
-        "jfm_attention_kernels": (problem, ctypes.c_int, *text),
+        "jfm_attention_plan": (problem, ctypes.c_int, *text),
         "jfm_attention_compile": (problem, ctypes.c_int, *text),
         "jfm_device_facts": (ctypes.c_int, *text),
+        "jfm_set_kernel_choices": (ctypes.c_char_p, *text),
+        "jfm_set_gpu_family": (ctypes.c_int,),
+        "jfm_set_score_gradient_limit": (ctypes.c_int64,),
         "jfm_cpu_isas": text,
         "jfm_cpu_set_isa": (ctypes.c_char_p,),
         "jfm_cpu_measure_peak": (ctypes.c_int,),
@@ -411,7 +477,7 @@ def shape_problem(
     is_causal: bool = False,
     q_offset: int = 0,
 ) -> Problem:
-    """A plain problem without memory or batch, for `kernels` and `compile`."""
+    """A plain problem without memory or batch, for `plan` and `compile`."""
     problem = Problem(
         backend=BACKENDS.index(backend),
         scale=shape.head_dim**-0.5,

@@ -24,7 +24,7 @@ from jax_flash_metal.lowering import (
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LIBRARY = Path(__file__).parent / "_native" / f"libjax_flash_metal{_SUFFIX}"
 # JFM_ABI_VERSION of plugin/c_api/c_api.h.
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 
 # Where compiled kernels and their proofs are kept between processes.

@@ -45,13 +45,12 @@ METAL_FUNC void store_sum(
   }
 }
 
-template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
+JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_bias_gradient(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const T* query [[buffer(JFM_BUFFER_QUERY)]],
     device const T* key [[buffer(JFM_BUFFER_KEY)]],
     device const T* value [[buffer(JFM_BUFFER_VALUE)]],
-    device const float* logsumexp [[buffer(JFM_BUFFER_LOGSUMEXP)]],
     device const T* dout [[buffer(JFM_BUFFER_DOUT)]],
     device const float* delta [[buffer(JFM_BUFFER_DELTA)]],
     device uchar* gradient [[buffer(JFM_BUFFER_GRADIENT)]],
@@ -62,12 +61,12 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q == 8 * NUM_SIMDGROUPS, "a simdgroup owns 8 query rows");
   static_assert(BLOCK_KV % 8 == 0 && HEAD_DIM % 8 == 0, "fragments are 8x8");
-  static_assert(BLOCK_Q <= 32 && BLOCK_KV <= 32, "block_is_hidden");
+  static_assert(HEAD_DIM % BLOCK_D == 0, "tiles cut the columns");
   const uint3 group = whole_grid(params, position);
   constexpr int kKeyFragments = BLOCK_KV / 8;
   constexpr int kThreads = 32 * NUM_SIMDGROUPS;
 
-  threadgroup T tile[BLOCK_KV * tile_row_stride<T, HEAD_DIM>()];
+  threadgroup T shared[tile_size<T, BLOCK_KV, BLOCK_D, LOADS>()];
   threadgroup float row_sums[NUM_SIMDGROUPS * BLOCK_KV];
 
   const uint thread_index = simdgroup * 32 + lane;
@@ -81,6 +80,8 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
   ScorePointers pointers;
   JFM_SCORE_POINTERS(pointers);
 
+  Tile<T, BLOCK_KV, BLOCK_D, LOADS> tile;
+  tile.shared = shared;
   Fragment sum[kKeyFragments];
   clear(sum);
 
@@ -99,7 +100,6 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     const int first_key = col_block * BLOCK_KV;
     const uint batch = kept.batch + summed.batch;
     const int head = kept.head + summed.head;
-    const int kv_head = head / params.num_groups;
 
     const ScoreOperands operands = load_score_operands(params, pointers, batch, head);
     const Range block_keys = visible_keys_of_block(params, operands, first_query, BLOCK_Q);
@@ -109,22 +109,14 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     }
     const int first_row = first_query + int(simdgroup) * 8;
     const int row = first_row + fragment_row(lane);
-    RowFragments<T, HEAD_DIM, false> q;
-    RowFragments<T, HEAD_DIM, false> g;
-    load_rows(
-        q, query + head_offset(params, params.query, batch, head), params.query.row, first_row,
-        params.q_len, head_dim, lane);
-    load_rows(
-        g, dout + head_offset(params, params.dout, batch, head), params.dout.row, first_row,
-        params.q_len, value_head_dim, lane);
-    const RowStatistics statistics = load_row_statistics(
-        params, logsumexp + head_offset(params, params.logsumexp, batch, head),
-        delta + head_offset(params, params.delta, batch, head), row);
+    QueryRows<T, HEAD_DIM, 1, false> rows;
+    load_query_rows(
+        params, operands, query, key, value, dout, delta, batch, head, first_row, lane, rows);
     Fragment ds[kKeyFragments];
-    score_gradients_of_rows<T, HEAD_DIM, BLOCK_KV, kThreads>(
-        params, operands, q, g, key + head_offset(params, params.key, batch, kv_head),
-        value + head_offset(params, params.value, batch, kv_head),
-        visible_keys(params, operands, row), first_key, statistics, tile, thread_index, ds);
+    score_gradients_of_rows<kThreads>(
+        params, operands, rows,
+        block_is_interior(params, operands, first_query, BLOCK_Q, first_key, BLOCK_KV), false,
+        first_key, tile, thread_index, ds);
     JFM_UNROLL for (int j = 0; j < kKeyFragments; ++j) {
       JFM_UNROLL for (int e = 0; e < 2; ++e) {
         float x = ds[j].thread_elements()[e];
@@ -181,7 +173,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 // The sum of the parts, in their order; a thread per element.
 //
 // Grid: x = block of 32 · NUM_SIMDGROUPS elements [pair, row, column].
-template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
+JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_bias_gradient_combine(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const float* partial [[buffer(JFM_BUFFER_PARTIAL)]],

@@ -13,6 +13,18 @@ using namespace metal;
 #ifndef JFM_UNROLL
 #define JFM_UNROLL _Pragma("clang loop unroll(full)")
 #endif
+#define JFM_NO_UNROLL _Pragma("clang loop unroll(disable)")
+
+// What a row of variants.toml instantiates a kernel with. A simdgroup owns a number of rows
+// that is a multiple of 8 (8 · ROW_FRAGMENTS), of queries or of keys.
+#define JFM_VARIANT_TEMPLATE                                                                    \
+  template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int BLOCK_D, int NUM_SIMDGROUPS, \
+            int LOADS, int ROLES>
+
+// Values of LOADS: where products read the rows that a simdgroup does not own. Threadgroup
+// memory, to which all threads copied them, or device memory itself, through the cache.
+#define JFM_LOADS_THREADGROUP 0
+#define JFM_LOADS_DEVICE 1
 
 #define JFM_DECLARE_CONSTANT(type, name, index) constant type name [[function_constant(index)]];
 JFM_FUNCTION_CONSTANTS(JFM_DECLARE_CONSTANT)
@@ -31,6 +43,12 @@ JFM_FUNCTION_CONSTANTS(JFM_DECLARE_CONSTANT)
 METAL_FUNC uint3 whole_grid(constant AttentionParams& params, uint3 position) {
   return uint3(position.x + uint(params.first_group[0]), position.y + uint(params.first_group[1]),
                position.z + uint(params.first_group[2]));
+}
+
+// The block of queries of a threadgroup: with causal attention the last ones first, which see
+// the most keys, so that the short ones fill the end.
+METAL_FUNC int query_block(constant AttentionParams& params, uint x, int block_q) {
+  return is_causal ? (params.q_len + block_q - 1) / block_q - 1 - int(x) : int(x);
 }
 
 // ---------------------------------------------------------------- operand addresses
@@ -86,9 +104,10 @@ METAL_FUNC BatchHead nth_pair(
 }
 
 // ---------------------------------------------------------------- non-finite values
-// A hidden key must not reach a row through 0 * NaN. Tiles therefore hold 0 in place of
-// NaN and inf, and a row that does see such a value is made NaN through its logsumexp
-// (forward) or delta (backward). Bit tests, because fast math may drop isfinite().
+// A hidden key must not reach a row through 0 * NaN. Where a block of scores may have hidden
+// elements, products therefore take 0 in place of NaN and inf, and a row that does see such a
+// value is made NaN through its logsumexp (forward) or delta (backward). Where everybody sees
+// everybody, NaN goes its own way. Bit tests, because fast math may drop isfinite().
 
 METAL_FUNC bool is_finite_value(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 METAL_FUNC bool is_minus_infinity(float x) { return as_type<uint>(x) == 0xff800000u; }
@@ -106,12 +125,21 @@ METAL_FUNC bool row_is_finite(device const T* row, int num_cols) {
 // A lane of a simdgroup holds two neighbouring elements, (row, col) and (row, col + 1),
 // of an 8x8 matrix. The lanes of one row differ in bits 0 and 3 of their index.
 
-typedef simdgroup_matrix<float, 8, 8> Fragment;
+typedef simdgroup_matrix<float, 8, 8> Fragment;  // of scores and sums
+
+// Of operands, in their own dtype: half the registers, and no conversion before a product.
+template <typename T>
+using OperandFragment = simdgroup_matrix<T, 8, 8>;
 
 METAL_FUNC int fragment_row(uint lane) { return int(((lane >> 2) & 4) | ((lane >> 1) & 3)); }
 METAL_FUNC int fragment_col(uint lane) { return int(((lane >> 1) & 4) | ((lane & 1) << 1)); }
 
 METAL_FUNC Fragment zero_fragment() { return make_filled_simdgroup_matrix<float, 8, 8>(0.0f); }
+
+template <int N>
+METAL_FUNC void clear(thread Fragment (&fragments)[N]) {
+  JFM_UNROLL for (int i = 0; i < N; ++i) fragments[i] = zero_fragment();
+}
 
 METAL_FUNC float row_max(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(1)));
@@ -123,57 +151,67 @@ METAL_FUNC float row_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(8));
 }
 
-// Elements (row, col) and (row, col + 1) of a matrix in device memory, 0 outside.
-template <typename T>
-METAL_FUNC Fragment load_fragment(
-    device const T* source, long row_stride, int row, int col, int num_rows, int num_cols) {
-  Fragment fragment = zero_fragment();
-  if (row < num_rows) {
-    device const T* p = source + row * row_stride;
-    if (col < num_cols) fragment.thread_elements()[0] = float(p[col]);
-    if (col + 1 < num_cols) fragment.thread_elements()[1] = float(p[col + 1]);
-  }
-  return fragment;
-}
-
-// Elements (col, row) and (col + 1, row): the transposed fragment.
-template <typename T>
-METAL_FUNC Fragment load_fragment_transposed(
-    device const T* source, long row_stride, int row, int col, int num_rows, int num_cols) {
-  Fragment fragment = zero_fragment();
-  if (row < num_cols) {
-    device const T* p = source + row;
-    if (col < num_rows) fragment.thread_elements()[0] = float(p[col * row_stride]);
-    if (col + 1 < num_rows) fragment.thread_elements()[1] = float(p[(col + 1) * row_stride]);
-  }
-  return fragment;
-}
-
-// The same from a tile in threadgroup memory, which is padded: no bounds.
-template <typename T>
-METAL_FUNC Fragment tile_fragment(threadgroup const T* tile, int row_stride, int row, int col) {
-  Fragment fragment;
-  fragment.thread_elements()[0] = float(tile[row * row_stride + col]);
-  fragment.thread_elements()[1] = float(tile[row * row_stride + col + 1]);
-  return fragment;
-}
-
-template <typename T>
-METAL_FUNC Fragment tile_fragment_transposed(
-    threadgroup const T* tile, int row_stride, int row, int col) {
-  Fragment fragment;
-  fragment.thread_elements()[0] = float(tile[col * row_stride + row]);
-  fragment.thread_elements()[1] = float(tile[(col + 1) * row_stride + row]);
-  return fragment;
-}
-
 // Replaces NaN and inf by 0; returns whether there was one.
-METAL_FUNC bool sanitize(thread Fragment& fragment) {
-  const float x = fragment.thread_elements()[0];
-  const float y = fragment.thread_elements()[1];
-  fragment.thread_elements()[0] = finite_or_zero(x);
-  fragment.thread_elements()[1] = finite_or_zero(y);
+template <typename T>
+METAL_FUNC bool sanitize(thread OperandFragment<T>& fragment) {
+  const float x = float(fragment.thread_elements()[0]);
+  const float y = float(fragment.thread_elements()[1]);
+  fragment.thread_elements()[0] = T(finite_or_zero(x));
+  fragment.thread_elements()[1] = T(finite_or_zero(y));
   return !(is_finite_value(x) && is_finite_value(y));
+}
+
+// ---------------------------------------------------------------- matrices in device memory
+
+// The rows of one (batch, head) of an operand, from some row on.
+template <typename T>
+struct Matrix {
+  device const T* data;
+  long row_stride;
+  int num_rows;    // left from there; of a matrix that begins past its end not even one
+  int num_cols;    // a function constant
+  bool has_whole;  // so is this: the rows fill their blocks
+};
+
+template <typename T>
+METAL_FUNC Matrix<T> make_matrix(
+    device const T* data, long row_stride, int num_rows, int num_cols, bool has_whole) {
+  Matrix<T> matrix = {data, row_stride, num_rows, num_cols, has_whole};
+  return matrix;
+}
+
+template <typename T>
+METAL_FUNC Matrix<T> rows_from(Matrix<T> matrix, int row) {
+  return make_matrix(
+      matrix.data + row * matrix.row_stride, matrix.row_stride, matrix.num_rows - row,
+      matrix.num_cols, matrix.has_whole);
+}
+
+// One of the first rows of a matrix, as many as a tile has: the offset fits in 32 bits, which a
+// load adds by itself. Rows past the end repeat the last one: what they take part in is
+// hidden, or not written.
+template <typename T>
+METAL_FUNC device const T* matrix_row(Matrix<T> matrix, int row) {
+  if (!matrix.has_whole) row = min(row, matrix.num_rows - 1);
+  if (has_wide_rows) return matrix.data + row * matrix.row_stride;
+  return matrix.data + row * int(matrix.row_stride);
+}
+
+// An element of a row that is there; 0 beyond the last column, which is asked only where the
+// columns do not fill their fragments.
+template <typename T>
+METAL_FUNC T matrix_element(Matrix<T> matrix, device const T* row, int col) {
+  return matrix.num_cols % 8 == 0 || col < matrix.num_cols ? row[col] : T(0.0f);
+}
+
+// Elements `col` and `col` + 1 of a row.
+template <typename T>
+METAL_FUNC OperandFragment<T> fragment_of_row(
+    Matrix<T> matrix, device const T* row, int col) {
+  OperandFragment<T> fragment;
+  fragment.thread_elements()[0] = matrix_element(matrix, row, col);
+  fragment.thread_elements()[1] = matrix_element(matrix, row, col + 1);
+  return fragment;
 }
 
 // Writes a fragment of a result, times `factor`, in the result's dtype.
@@ -187,131 +225,282 @@ METAL_FUNC void store_fragment(
   if (col + 1 < num_cols) p[col + 1] = T(fragment.thread_elements()[1] * factor);
 }
 
+// ---------------------------------------------------------------- own rows
+
+// The rows that a simdgroup owns, as left operand: kept in registers, or read again from
+// (cached) memory at every use.
+template <typename T, int HEAD_DIM, int ROW_FRAGMENTS, bool KEEP>
+struct RowFragments {
+  OperandFragment<T> kept[KEEP ? ROW_FRAGMENTS * HEAD_DIM / 8 : 1];
+  Matrix<T> matrix;  // from the first of the rows on
+};
+
+// Whether the rows of `num_operands` operands should stay in registers beside `others` 32-bit
+// registers of sums and scores. 128 are all there are, and some 50 go to positions, addresses
+// and what is on its way.
+template <typename T, int HEAD_DIM, int ROW_FRAGMENTS>
+METAL_FUNC constexpr bool keeps_rows(int num_operands, int others) {
+  return num_operands * ROW_FRAGMENTS * HEAD_DIM * int(sizeof(T)) / 16 + others <= 72;
+}
+
+template <typename T, int HEAD_DIM, int ROW_FRAGMENTS, bool KEEP>
+METAL_FUNC void load_rows(
+    thread RowFragments<T, HEAD_DIM, ROW_FRAGMENTS, KEEP>& rows, Matrix<T> matrix, uint lane) {
+  rows.matrix = matrix;
+  if (KEEP) {
+    JFM_UNROLL for (int r = 0; r < ROW_FRAGMENTS; ++r) {
+      JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+        if (d * 8 < matrix.num_cols) {
+          rows.kept[KEEP ? r * (HEAD_DIM / 8) + d : 0] = fragment_of_row(
+              matrix, matrix_row(matrix, r * 8 + fragment_row(lane)), d * 8 + fragment_col(lane));
+        }
+      }
+    }
+  }
+}
+
+// Rows 8 r … 8 r + 7, columns 8 d … 8 d + 7.
+template <typename T, int HEAD_DIM, int ROW_FRAGMENTS, bool KEEP>
+METAL_FUNC OperandFragment<T> row_fragment(
+    thread const RowFragments<T, HEAD_DIM, ROW_FRAGMENTS, KEEP>& rows, int r, int d, uint lane) {
+  if (KEEP) return rows.kept[KEEP ? r * (HEAD_DIM / 8) + d : 0];
+  return fragment_of_row(
+      rows.matrix, matrix_row(rows.matrix, r * 8 + fragment_row(lane)),
+      d * 8 + fragment_col(lane));
+}
+
+// Writes the rows of a simdgroup, times `factor`.
+template <int HEAD_DIM, int ROW_FRAGMENTS, typename T>
+METAL_FUNC void store_rows(
+    thread Fragment (&rows)[ROW_FRAGMENTS * HEAD_DIM / 8],
+    thread const float (&factors)[ROW_FRAGMENTS], device T* destination, long row_stride, int first_row, int num_rows, int num_cols,
+    uint lane) {
+  JFM_UNROLL for (int r = 0; r < ROW_FRAGMENTS; ++r) {
+    JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+      if (d * 8 < num_cols) {
+        store_fragment(
+            rows[r * (HEAD_DIM / 8) + d], factors[r], destination, row_stride,
+            first_row + r * 8 + fragment_row(lane), d * 8 + fragment_col(lane), num_rows,
+            num_cols);
+      }
+    }
+  }
+}
+
+// The same with one factor.
+template <int HEAD_DIM, int ROW_FRAGMENTS, typename T>
+METAL_FUNC void store_all_rows(
+    thread Fragment (&rows)[ROW_FRAGMENTS * HEAD_DIM / 8], float factor, device T* destination,
+    long row_stride, int first_row, int num_rows, int num_cols, uint lane) {
+  float factors[ROW_FRAGMENTS];
+  JFM_UNROLL for (int r = 0; r < ROW_FRAGMENTS; ++r) factors[r] = factor;
+  store_rows<HEAD_DIM, ROW_FRAGMENTS>(
+      rows, factors, destination, row_stride, first_row, num_rows, num_cols, lane);
+}
+
 // ---------------------------------------------------------------- tiles
 
 // Elements between two rows of a tile: 16 bytes of padding spread the rows over the banks.
-template <typename T, int HEAD_DIM>
+template <typename T, int BLOCK_D>
 METAL_FUNC constexpr int tile_row_stride() {
-  return HEAD_DIM + 16 / int(sizeof(T));
+  return BLOCK_D + 16 / int(sizeof(T));
 }
 
-// All threads of a threadgroup copy rows [first_row, first_row + ROWS) of a matrix into a
-// tile, 0 outside num_rows x num_cols (columns up to a multiple of 8). SANITIZE puts 0 in
-// place of NaN and inf, too, and lets the result say whether this thread met one.
-template <typename T, int ROWS, int HEAD_DIM, int NUM_THREADS, bool SANITIZE>
-METAL_FUNC bool load_tile(
-    threadgroup T* tile, device const T* source, long row_stride, int first_row, int num_rows,
-    int num_cols, uint thread_index) {
-  const int padded_cols = (num_cols + 7) & ~7;
+// Elements of the threadgroup memory of a tile; where nothing is copied, none is needed.
+template <typename T, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC constexpr int tile_size() {
+  return LOADS == JFM_LOADS_THREADGROUP ? ROWS * tile_row_stride<T, BLOCK_D>() : 1;
+}
+
+// ROWS rows and BLOCK_D columns of a matrix, which the simdgroups of a threadgroup share.
+template <typename T, int ROWS, int BLOCK_D, int LOADS>
+struct Tile {
+  threadgroup T* shared;
+  Matrix<T> matrix;  // from the first of the rows on
+  int first_col;
+};
+
+// All threads of a threadgroup copy the tile, columns up to a multiple of 8, the rest as 0. With
+// `sanitizes`, which is the same for all, NaN and inf become 0; returns whether this thread
+// met one.
+template <int NUM_THREADS, typename T, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC bool copy_tile(
+    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, bool sanitizes, uint thread_index) {
+  constexpr int kAtOnce = 4;
+  constexpr int kThreadsPerRow = BLOCK_D / kAtOnce;
+  constexpr int kRowsAtOnce = NUM_THREADS / kThreadsPerRow;
+  static_assert(NUM_THREADS % kThreadsPerRow == 0, "threads share rows evenly");
+  const int col = int(thread_index) % kThreadsPerRow * kAtOnce;
+  const int row = int(thread_index) / kThreadsPerRow;
+  if (col >= ((tile.matrix.num_cols - tile.first_col + 7) & ~7)) return false;
   bool found = false;
-  for (int e = int(thread_index); e < ROWS * HEAD_DIM; e += NUM_THREADS) {
-    const int row = e / HEAD_DIM;
-    const int col = e % HEAD_DIM;
-    if (col >= padded_cols) continue;
-    T x = T(0.0f);
-    if (first_row + row < num_rows && col < num_cols) {
-      x = source[(first_row + row) * row_stride + col];
-      if (SANITIZE && !is_finite_value(float(x))) {
+  // In a loop: copies on their way to threadgroup memory would take registers from the sums.
+  JFM_NO_UNROLL for (int i = 0; i < ROWS; i += kRowsAtOnce) {
+    if (ROWS % kRowsAtOnce != 0 && row + i >= ROWS) break;
+    device const T* source = matrix_row(tile.matrix, row + i);
+    threadgroup T* target = tile.shared + (row + i) * tile_row_stride<T, BLOCK_D>() + col;
+    JFM_UNROLL for (int k = 0; k < kAtOnce; ++k) {
+      T x = matrix_element(tile.matrix, source, tile.first_col + col + k);
+      if (sanitizes && !is_finite_value(float(x))) {
         x = T(0.0f);
         found = true;
       }
+      target[k] = x;
     }
-    tile[row * tile_row_stride<T, HEAD_DIM>() + col] = x;
   }
   return found;
 }
 
+// Makes columns [first_col, first_col + BLOCK_D) of the first rows of a matrix the tile. All
+// threads of a threadgroup call it together; what the tile's memory held is used up. Returns
+// what copy_tile does.
+template <int NUM_THREADS, typename T, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC bool set_tile(
+    thread Tile<T, ROWS, BLOCK_D, LOADS>& tile, Matrix<T> matrix, int first_col,
+    bool sanitizes, uint thread_index) {
+  tile.matrix = matrix;
+  tile.first_col = first_col;
+  if (LOADS == JFM_LOADS_DEVICE) return false;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const bool found = copy_tile<NUM_THREADS>(tile, sanitizes, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return found;
+}
+
+// Moves two tiles to the columns from first_col on, at once.
+template <int NUM_THREADS, typename T, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC void set_tiles(
+    thread Tile<T, ROWS, BLOCK_D, LOADS>& a, thread Tile<T, ROWS, BLOCK_D, LOADS>& b,
+    int first_col, bool sanitizes, uint thread_index) {
+  a.first_col = b.first_col = first_col;
+  if (LOADS == JFM_LOADS_DEVICE) return;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  copy_tile<NUM_THREADS>(a, sanitizes, thread_index);
+  copy_tile<NUM_THREADS>(b, sanitizes, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Rows 8 n … 8 n + 7, columns 8 d … 8 d + 7 of the tile.
+template <typename T, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC OperandFragment<T> tile_fragment(
+    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int n, int d, uint lane) {
+  const int row = fragment_row(lane);
+  const int col = d * 8 + fragment_col(lane);
+  if (LOADS == JFM_LOADS_DEVICE) {
+    return fragment_of_row(
+        tile.matrix, matrix_row(tile.matrix, n * 8 + row), tile.first_col + col);
+  }
+  threadgroup const T* p = tile.shared + (n * 8 + row) * tile_row_stride<T, BLOCK_D>() + col;
+  OperandFragment<T> fragment;
+  fragment.thread_elements()[0] = p[0];
+  fragment.thread_elements()[1] = p[1];
+  return fragment;
+}
+
+// The same, transposed.
+template <typename T, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC OperandFragment<T> tile_fragment_transposed(
+    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int n, int d, uint lane) {
+  constexpr int kStride = tile_row_stride<T, BLOCK_D>();
+  const int row = fragment_col(lane);  // in the tile
+  const int col = d * 8 + fragment_row(lane);
+  OperandFragment<T> fragment;
+  JFM_UNROLL for (int e = 0; e < 2; ++e) {
+    if (LOADS == JFM_LOADS_DEVICE) {
+      device const T* p = matrix_row(tile.matrix, n * 8 + row + e);
+      fragment.thread_elements()[e] = matrix_element(tile.matrix, p, tile.first_col + col);
+    } else {
+      fragment.thread_elements()[e] = tile.shared[(n * 8 + row + e) * kStride + col];
+    }
+  }
+  return fragment;
+}
+
 // ---------------------------------------------------------------- products
+// Of the R · 8 rows of a simdgroup; N · 8 rows are in the tile. Sums of one loop do not depend
+// on each other: a product takes as long as two are issued apart, so four in flight are enough.
 
-// Rows of a matrix in device memory, as left operand: a simdgroup's 8 rows, kept in
-// registers or read again from (cached) memory at every use.
-template <typename T, int HEAD_DIM, bool KEEP>
-struct RowFragments {
-  Fragment kept[KEEP ? HEAD_DIM / 8 : 1];
-  device const T* source;
-  long row_stride;
-  int row, col;  // of this lane
-  int num_rows, num_cols;
-};
-
-template <typename T, int HEAD_DIM, bool KEEP>
-METAL_FUNC Fragment row_fragment(thread const RowFragments<T, HEAD_DIM, KEEP>& rows, int d) {
-  if (KEEP) return rows.kept[KEEP ? d : 0];
-  return load_fragment(
-      rows.source, rows.row_stride, rows.row, d * 8 + rows.col, rows.num_rows, rows.num_cols);
-}
-
-template <typename T, int HEAD_DIM, bool KEEP>
-METAL_FUNC void load_rows(
-    thread RowFragments<T, HEAD_DIM, KEEP>& rows, device const T* source, long row_stride,
-    int first_row, int num_rows, int num_cols, uint lane) {
-  rows.source = source;
-  rows.row_stride = row_stride;
-  rows.row = first_row + fragment_row(lane);
-  rows.col = fragment_col(lane);
-  rows.num_rows = num_rows;
-  rows.num_cols = num_cols;
-  if (KEEP) {
-    JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
-      if (d * 8 < num_cols) {
-        rows.kept[KEEP ? d : 0] =
-            load_fragment(source, row_stride, rows.row, d * 8 + rows.col, num_rows, num_cols);
-      }
+template <typename T, int HEAD_DIM, int R, bool KEEP, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC void multiply_transposed_column(
+    thread Fragment (&products)[R * ROWS / 8],
+    thread const RowFragments<T, HEAD_DIM, R, KEEP>& rows,
+    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int d, uint lane) {
+  if (tile.first_col + d * 8 >= rows.matrix.num_cols) return;
+  OperandFragment<T> a[R];
+  JFM_UNROLL for (int r = 0; r < R; ++r) {
+    a[r] = row_fragment(rows, r, tile.first_col / 8 + d, lane);
+  }
+  JFM_UNROLL for (int n = 0; n < ROWS / 8; ++n) {
+    OperandFragment<T> b = tile_fragment_transposed(tile, n, d, lane);
+    JFM_UNROLL for (int r = 0; r < R; ++r) {
+      thread Fragment& sum = products[r * (ROWS / 8) + n];
+      simdgroup_multiply_accumulate(sum, a[r], b, sum);
     }
   }
 }
 
-template <int N>
-METAL_FUNC void clear(thread Fragment (&fragments)[N]) {
-  JFM_UNROLL for (int i = 0; i < N; ++i) fragments[i] = zero_fragment();
-}
-
-// products[j] = rows · (8 rows of the tile from 8 j)ᵀ
-template <typename T, int HEAD_DIM, bool KEEP, int N>
+// products[r][n] += rows r · (8 rows of the tile from 8 n)ᵀ, over the columns of the tile. Rows in
+// registers need the loop unrolled; else it is short code that counts: 12 KB are cached.
+template <typename T, int HEAD_DIM, int R, bool KEEP, int ROWS, int BLOCK_D, int LOADS>
 METAL_FUNC void multiply_transposed(
-    thread Fragment (&products)[N], thread const RowFragments<T, HEAD_DIM, KEEP>& rows,
-    threadgroup const T* tile, uint lane) {
-  clear(products);
-  JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
-    if (d * 8 < rows.num_cols) {
-      Fragment a = row_fragment(rows, d);
-      JFM_UNROLL for (int j = 0; j < N; ++j) {
-        Fragment b = tile_fragment_transposed(
-            tile, tile_row_stride<T, HEAD_DIM>(), d * 8 + fragment_row(lane),
-            j * 8 + fragment_col(lane));
-        simdgroup_multiply_accumulate(products[j], a, b, products[j]);
-      }
+    thread Fragment (&products)[R * ROWS / 8],
+    thread const RowFragments<T, HEAD_DIM, R, KEEP>& rows,
+    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, uint lane) {
+  if (KEEP) {
+    JFM_UNROLL for (int d = 0; d < BLOCK_D / 8; ++d) {
+      multiply_transposed_column(products, rows, tile, d, lane);
+    }
+  } else {
+    JFM_NO_UNROLL for (int d = 0; d < BLOCK_D / 8; ++d) {
+      multiply_transposed_column(products, rows, tile, d, lane);
     }
   }
 }
 
-// sums[d] += Σ_j factors[j] · (8 rows of the tile from 8 j, 8 columns from 8 d)
-template <typename T, int HEAD_DIM, int N>
+// sums[r][d] += Σ_n factors[r][n] · (8 rows of the tile from 8 n, 8 columns from 8 d), over the
+// columns of the tile
+template <int HEAD_DIM, int R, typename T, int ROWS, int BLOCK_D, int LOADS>
 METAL_FUNC void multiply_accumulate(
-    thread Fragment (&sums)[HEAD_DIM / 8], thread Fragment (&factors)[N],
-    threadgroup const T* tile, int num_cols, uint lane) {
-  JFM_UNROLL for (int j = 0; j < N; ++j) {
-    JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
-      if (d * 8 < num_cols) {
-        Fragment b = tile_fragment(
-            tile, tile_row_stride<T, HEAD_DIM>(), j * 8 + fragment_row(lane),
-            d * 8 + fragment_col(lane));
-        simdgroup_multiply_accumulate(sums[d], factors[j], b, sums[d]);
+    thread Fragment (&sums)[R * HEAD_DIM / 8], thread Fragment (&factors)[R * ROWS / 8],
+    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int first_col, uint lane) {
+  JFM_UNROLL for (int n = 0; n < ROWS / 8; ++n) {
+    JFM_UNROLL for (int d = 0; d < BLOCK_D / 8; ++d) {
+      if (first_col + d * 8 < tile.matrix.num_cols) {
+        OperandFragment<T> b = tile_fragment(tile, n, d, lane);
+        JFM_UNROLL for (int r = 0; r < R; ++r) {
+          thread Fragment& sum = sums[r * (HEAD_DIM / 8) + first_col / 8 + d];
+          simdgroup_multiply_accumulate(sum, factors[r * (ROWS / 8) + n], b, sum);
+        }
       }
     }
   }
 }
 
-// Writes the 8 rows of a simdgroup, times `factor`.
-template <typename T, int N>
-METAL_FUNC void store_rows(
-    thread Fragment (&rows)[N], float factor, device T* destination, long row_stride,
-    int first_row, int num_rows, int num_cols, uint lane) {
-  JFM_UNROLL for (int d = 0; d < N; ++d) {
-    if (d * 8 < num_cols) {
-      store_fragment(
-          rows[d], factor, destination, row_stride, first_row + fragment_row(lane),
-          d * 8 + fragment_col(lane), num_rows, num_cols);
+// The same with 0 for NaN and inf, where a tile in device memory may hold some that not
+// everybody sees; returns whether this lane met one. Blocks with hidden elements are few, so
+// this is short.
+template <int HEAD_DIM, int R, typename T, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC bool multiply_accumulate_finite(
+    thread Fragment (&sums)[R * HEAD_DIM / 8], thread Fragment (&factors)[R * ROWS / 8],
+    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int first_col, uint lane) {
+  bool found = false;
+  JFM_NO_UNROLL for (int n = 0; n < ROWS / 8; ++n) {
+    Fragment factor[R];
+    JFM_UNROLL for (int r = 0; r < R; ++r) {
+      JFM_UNROLL for (int i = 0; i < ROWS / 8; ++i) {  // registers have no index
+        if (i == n) factor[r] = factors[r * (ROWS / 8) + i];
+      }
+    }
+    JFM_UNROLL for (int d = 0; d < BLOCK_D / 8; ++d) {
+      if (first_col + d * 8 < tile.matrix.num_cols) {
+        OperandFragment<T> b = tile_fragment(tile, n, d, lane);
+        found = sanitize(b) || found;
+        JFM_UNROLL for (int r = 0; r < R; ++r) {
+          thread Fragment& sum = sums[r * (HEAD_DIM / 8) + first_col / 8 + d];
+          simdgroup_multiply_accumulate(sum, factor[r], b, sum);
+        }
+      }
     }
   }
+  return found;
 }

@@ -6,7 +6,7 @@
 
 #include "attention_common.h"
 
-template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
+JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_mask_blocks(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const uchar* mask [[buffer(JFM_BUFFER_MASK)]],

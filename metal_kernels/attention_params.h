@@ -50,6 +50,9 @@
 #define JFM_BUFFER_DROPOUT_HEAD 25        // int32 per head
 #define JFM_BUFFER_MASK_BLOCKS 26         // scratch: one byte per block of the mask
 #define JFM_BUFFER_GRADIENT 27            // of bias, sinks or slopes
+#define JFM_BUFFER_SCORE_GRADIENT 28      // scratch: dS of a chunk, see params
+#define JFM_BUFFER_PARTIAL_DVALUE 29      // float32 partial results beside PARTIAL's
+#define JFM_BUFFER_DQUERY_SUM 30          // float32 sums of dQ between chunks of keys
 
 // Function constants: X(type, name, index). They belong to the pipeline; a feature
 // that is off costs nothing.
@@ -74,7 +77,14 @@
   X(bool, is_slope_gradient, 17)  \
   X(bool, sums_rows, 18)          \
   X(bool, sums_cols, 19)          \
-  X(int, gradient_dtype, 20)
+  X(int, gradient_dtype, 20)      \
+  X(bool, writes_score_gradient, 21) \
+  X(bool, writes_partials, 22)    \
+  X(bool, has_wide_rows, 23)
+
+// has_wide_rows: some row stride of query, key, value, dout or delta is JFM_WIDE_ROW elements
+// or more: an offset within a tile may need 64 bits.
+#define JFM_WIDE_ROW (1 << 24)
 
 // Values of bias_dtype and gradient_dtype.
 #define JFM_DTYPE_FLOAT32 0
@@ -95,7 +105,7 @@ struct TensorStrides {
 struct AttentionParams {
   TensorStrides query, key, value, out, dout, dquery, dkey, dvalue;
   TensorStrides logsumexp, dlogsumexp;  // float32, row = query position
-  TensorStrides delta;                  // float32 scratch: delta, factor
+  TensorStrides delta;                  // float32 scratch, four a row: see attention_delta
   TensorStrides bias, mask;             // row = query position; columns below
   TensorStrides q_offsets;
   TensorStrides q_segment_ids;   // row = query position
@@ -104,6 +114,16 @@ struct AttentionParams {
   TensorStrides dropout_key, dropout_batch, dropout_head;
   TensorStrides mask_blocks;  // row = row of blocks, columns dense; 0 as in mask
   TensorStrides gradient;     // row = query position
+  // Backward with the score gradient in scratch: dS of the pairs (batch index, query head) from
+  // first_pair on and the keys from first_chunk_key on, in blocks of 8 x 8. Element (query, key)
+  // of pair p is number (key % 8) * 8 + query % 8 of block
+  // ((p - first_pair) * num_query_fragments + query / 8) * num_key_fragments
+  //   + (key - first_chunk_key) / 8.
+  JFM_INT64 first_pair;
+  JFM_INT32 num_query_fragments, num_key_fragments;
+  JFM_INT32 first_chunk_key, end_chunk_key;
+  JFM_INT32 is_first_chunk, is_last_chunk;     // of keys; between them dQ is in float32
+  JFM_INT32 score_block_q, score_block_kv;     // blocks in which it was written, or left out
   JFM_INT32 num_batch_dims;
   JFM_INT32 batch_sizes[JFM_MAX_BATCH_DIMS];
   JFM_INT32 num_heads;
@@ -119,7 +139,7 @@ struct AttentionParams {
   JFM_INT32 window_left, window_right;         // inclusive; -1: no limit
   JFM_UINT32 dropout_threshold;  // an element is kept iff its bits are below
   // Gradients of bias, slopes and sinks: (batch, head) pairs that are summed into one
-  // result, and how the sum is cut (attention_bias_gradient.metal).
+  // result. How this sum, or that of dK and dV over queries and heads, is cut.
   JFM_INT32 num_summed;
   JFM_INT32 num_parts;
   JFM_INT32 blocks_per_part;
@@ -131,7 +151,7 @@ struct AttentionParams {
 
 #ifndef __METAL_VERSION__
 static_assert(sizeof(TensorStrides) == 48, "layout shared with Metal");
-static_assert(sizeof(AttentionParams) == 25 * 48 + 30 * 4, "layout shared with Metal");
-static_assert(offsetof(AttentionParams, num_batch_dims) == 25 * 48, "layout shared with Metal");
-static_assert(offsetof(AttentionParams, dropout_scale) == 25 * 48 + 28 * 4, "shared");
+static_assert(sizeof(AttentionParams) == 25 * 48 + 8 + 38 * 4, "layout shared with Metal");
+static_assert(offsetof(AttentionParams, first_pair) == 25 * 48, "layout shared with Metal");
+static_assert(offsetof(AttentionParams, dropout_scale) == 25 * 48 + 8 + 36 * 4, "shared");
 #endif

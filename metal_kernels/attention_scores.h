@@ -104,6 +104,11 @@ METAL_FUNC uint2 dropout_words(thread const ScoreOperands& operands, int query, 
   return threefry2x32(operands.dropout_key, uint2(uint(query), uint(key) / 2));
 }
 
+// The bits of one element, where there is dropout.
+METAL_FUNC uint dropout_word(thread const ScoreOperands& operands, int query, int key) {
+  return has_dropout ? dropout_words(operands, query, key)[key % 2] : 0;
+}
+
 // x if its element is kept, scaled; selected, because a dropped x may be infinite.
 METAL_FUNC float dropped(constant AttentionParams& params, uint word, float x) {
   return word < params.dropout_threshold ? x * params.dropout_scale : 0.0f;
@@ -241,36 +246,45 @@ METAL_FUNC Range visible_queries_of_block(
 }
 
 // Whether nobody of a block sees anyone of another, as far as summaries tell: for the
-// operands of all lanes of the simdgroup, which must call it together. At most 32 of each;
-// both blocks must begin inside the lengths.
+// operands of all lanes of the simdgroup, which must call it together. Both blocks must begin
+// inside the lengths.
 METAL_FUNC bool block_is_hidden(
     constant AttentionParams& params, thread const ScoreOperands& operands, int first_query,
     int num_queries, int first_key, int num_keys, uint lane) {
   if (!has_mask && !has_segment_ids) return false;
-  const int last_query = min(first_query + num_queries, operands.query_length) - 1;
-  const int last_key = min(first_key + num_keys, operands.kv_length) - 1;
+  const int end_query = min(first_query + num_queries, operands.query_length);
+  const int end_key = min(first_key + num_keys, operands.kv_length);
   bool hidden = false;
   if (has_mask) {
     // A mask that is shared over an axis has one row or column of blocks there.
     const bool one_row = params.mask.row == 0;
     const bool one_col = params.mask_col == 0;
-    const int end_i = one_row ? 0 : last_query / JFM_MASK_BLOCK;
-    const int end_j = one_col ? 0 : last_key / JFM_MASK_BLOCK;
+    const int last_i = one_row ? 0 : (end_query - 1) / JFM_MASK_BLOCK;
+    const int last_j = one_col ? 0 : (end_key - 1) / JFM_MASK_BLOCK;
     hidden = true;
-    for (int i = one_row ? 0 : first_query / JFM_MASK_BLOCK; i <= end_i; ++i) {
-      for (int j = one_col ? 0 : first_key / JFM_MASK_BLOCK; j <= end_j; ++j) {
+    for (int i = one_row ? 0 : first_query / JFM_MASK_BLOCK; i <= last_i; ++i) {
+      for (int j = one_col ? 0 : first_key / JFM_MASK_BLOCK; j <= last_j; ++j) {
         hidden = hidden && operands.mask_blocks[i * params.mask_blocks.row + j] == 0;
       }
     }
   }
   if (has_segment_ids) {
     // Exact for sequences packed one behind the other, whose ids are in order.
-    const long query = min(first_query + int(lane), last_query);
-    const long key = min(first_key + int(lane), last_key);
-    const int q_id = operands.q_segment_ids[query * params.q_segment_ids.row];
-    const int kv_id = operands.kv_segment_ids[key * params.kv_segment_ids.row];
-    const bool before = simd_max(q_id) < simd_min(kv_id);
-    const bool after = simd_max(kv_id) < simd_min(q_id);
+    int q_min = INT_MAX, q_max = INT_MIN, kv_min = INT_MAX, kv_max = INT_MIN;
+    for (int i = first_query; i < end_query; i += 32) {
+      const int id = operands.q_segment_ids[
+          min(i + int(lane), end_query - 1) * params.q_segment_ids.row];
+      q_min = min(q_min, id);
+      q_max = max(q_max, id);
+    }
+    for (int i = first_key; i < end_key; i += 32) {
+      const int id = operands.kv_segment_ids[
+          min(i + int(lane), end_key - 1) * params.kv_segment_ids.row];
+      kv_min = min(kv_min, id);
+      kv_max = max(kv_max, id);
+    }
+    const bool before = simd_max(q_max) < simd_min(kv_min);
+    const bool after = simd_max(kv_max) < simd_min(q_min);
     hidden = hidden || before || after;
   }
   return simd_all(hidden);
@@ -285,6 +299,20 @@ METAL_FUNC bool contains(Range range, int position) {
 METAL_FUNC bool compares_positions() {
   return !aligned_kv || !aligned_q || is_causal || has_window || has_kv_lengths ||
          has_query_lengths;
+}
+
+// Whether everybody of a block sees everyone of another, and both are inside: then no element
+// is compared, and NaN may go its own way. The same for all lanes.
+METAL_FUNC bool block_is_interior(
+    constant AttentionParams& params, thread const ScoreOperands& operands, int first_query,
+    int num_queries, int first_key, int num_keys) {
+  if (has_mask || has_segment_ids || has_bias) return false;
+  if (!compares_positions()) return true;
+  const int last_query = first_query + num_queries - 1;
+  // Both ends grow with the query.
+  return last_query < operands.query_length &&
+         visible_keys(params, operands, last_query).begin <= first_key &&
+         visible_keys(params, operands, first_query).end >= first_key + num_keys;
 }
 
 METAL_FUNC float load_bias(
@@ -369,6 +397,6 @@ METAL_FUNC float score(
   return x;
 }
 
-// The score of a visible element in a softmax, where -inf (of an infinite operand, or an
+// The score of a visible element beside hidden ones in a softmax, where -inf (of an infinite operand, or an
 // overflow) would look like a hidden one: NaN, which the logsumexp takes to the backward.
 METAL_FUNC float shown(float x) { return is_minus_infinity(x) ? quiet_nan() : x; }

@@ -50,47 +50,42 @@ METAL_FUNC long partial_row_offset(
   return head_offset(params, strides, batch, head) + query * strides.row;
 }
 
-// The fragment elements of one packed row, which starts at `row`.
-template <typename T>
-METAL_FUNC Fragment load_row_fragment(device const T* row, bool valid, int col, int num_cols) {
-  return load_fragment(row, 0, 0, col, valid ? 1 : 0, num_cols);
-}
-
-// products[j] = row · (8 rows of the matrix from first_row + 8 j)ᵀ, with one packed row per
-// row of fragments.
+// products[j] = row · (8 rows of the matrix from 8 j)ᵀ, with one packed row per
+// row of fragments, which starts at `row`. What a row that is not valid gives is not used.
 template <typename T, int HEAD_DIM, int N>
 METAL_FUNC void multiply_row_transposed(
-    thread Fragment (&products)[N], device const T* row, bool valid, device const T* matrix,
-    long row_stride, int first_row, int num_rows, int num_cols, uint lane) {
-  const int col = fragment_col(lane);
+    thread Fragment (&products)[N], device const T* row, Matrix<T> matrix,
+    uint lane) {
+  const Matrix<T> own = make_matrix(row, 0, 1, matrix.num_cols, true);
   clear(products);
-  JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
-    if (d * 8 < num_cols) {
-      Fragment a = load_row_fragment(row, valid, d * 8 + col, num_cols);
-      JFM_UNROLL for (int j = 0; j < N; ++j) {
-        Fragment b = load_fragment_transposed(
-            matrix, row_stride, d * 8 + fragment_row(lane), first_row + j * 8 + col, num_rows,
-            num_cols);
-        simdgroup_multiply_accumulate(products[j], a, b, products[j]);
+  JFM_NO_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+    if (d * 8 >= matrix.num_cols) break;
+    OperandFragment<T> a = fragment_of_row(own, row, d * 8 + fragment_col(lane));
+    JFM_UNROLL for (int j = 0; j < N; ++j) {
+      OperandFragment<T> b;
+      JFM_UNROLL for (int e = 0; e < 2; ++e) {
+        b.thread_elements()[e] = matrix_element(
+            matrix, matrix_row(matrix, j * 8 + fragment_col(lane) + e),
+            d * 8 + fragment_row(lane));
       }
+      simdgroup_multiply_accumulate(products[j], a, b, products[j]);
     }
   }
 }
 
-// sums[d] += Σ_j factors[j] · (8 rows of the matrix from first_row + 8 j), with 0 for NaN and
-// inf; returns whether this lane met one.
+// sums[d] += Σ_j factors[j] · (8 rows of the matrix from 8 j); with `sanitizes` 0 for
+// NaN and inf, and the result says whether this lane met one.
 template <typename T, int HEAD_DIM, int N>
 METAL_FUNC bool multiply_accumulate_rows(
-    thread Fragment (&sums)[HEAD_DIM / 8], thread Fragment (&factors)[N], device const T* matrix,
-    long row_stride, int first_row, int num_rows, int num_cols, uint lane) {
+    thread Fragment (&sums)[HEAD_DIM / 8], thread Fragment (&factors)[N],
+    Matrix<T> matrix, bool sanitizes, uint lane) {
   bool found = false;
-  JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
-    if (d * 8 < num_cols) {
-      JFM_UNROLL for (int j = 0; j < N; ++j) {
-        Fragment b = load_fragment(
-            matrix, row_stride, first_row + j * 8 + fragment_row(lane),
-            d * 8 + fragment_col(lane), num_rows, num_cols);
-        found = sanitize(b) || found;
+  JFM_UNROLL for (int j = 0; j < N; ++j) {
+    device const T* row = matrix_row(matrix, j * 8 + fragment_row(lane));
+    JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+      if (d * 8 < matrix.num_cols) {
+        OperandFragment<T> b = fragment_of_row(matrix, row, d * 8 + fragment_col(lane));
+        if (sanitizes) found = sanitize(b) || found;
         simdgroup_multiply_accumulate(sums[d], factors[j], b, sums[d]);
       }
     }

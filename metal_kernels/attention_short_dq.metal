@@ -5,13 +5,12 @@
 #include "attention_short.h"
 
 // One simdgroup: the part of dQ, unscaled, of 8 packed rows from one split of the keys.
-template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
+JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_short_dq(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const T* query [[buffer(JFM_BUFFER_QUERY)]],
     device const T* key [[buffer(JFM_BUFFER_KEY)]],
     device const T* value [[buffer(JFM_BUFFER_VALUE)]],
-    device const float* logsumexp [[buffer(JFM_BUFFER_LOGSUMEXP)]],
     device const T* dout [[buffer(JFM_BUFFER_DOUT)]],
     device const float* delta [[buffer(JFM_BUFFER_DELTA)]],
     device float* partial [[buffer(JFM_BUFFER_PARTIAL)]],
@@ -33,11 +32,14 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 
   query += head_offset(params, params.query, group.z, row.head) + row.query * params.query.row;
   dout += head_offset(params, params.dout, group.z, row.head) + row.query * params.dout.row;
-  logsumexp += head_offset(params, params.logsumexp, group.z, row.head);
   delta += head_offset(params, params.delta, group.z, row.head);
-  key += head_offset(params, params.key, group.z, kv_head);
-  value += head_offset(params, params.value, group.z, kv_head);
-  const RowStatistics statistics = load_row_statistics(params, logsumexp, delta, row.query);
+  const Matrix<T> keys_matrix = make_matrix(
+      key + head_offset(params, params.key, group.z, kv_head), params.key.row, params.kv_len,
+      head_dim, aligned_kv);
+  const Matrix<T> values_matrix = make_matrix(
+      value + head_offset(params, params.value, group.z, kv_head), params.value.row,
+      params.kv_len, value_head_dim, aligned_kv);
+  const RowStatistics statistics = load_row_statistics(params, delta, row.query);
 
   ScorePointers pointers;
   JFM_SCORE_POINTERS(pointers);
@@ -56,15 +58,16 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     if (block_is_hidden(params, operands, 0, params.q_len, first_key, BLOCK_KV, lane)) continue;
     Fragment s[BLOCK_KV / 8];
     Fragment dp[BLOCK_KV / 8];
+    const Matrix<T> block_keys_matrix = rows_from(keys_matrix, first_key);
+    multiply_row_transposed<T, HEAD_DIM>(s, query, block_keys_matrix, lane);
     multiply_row_transposed<T, HEAD_DIM>(
-        s, query, row.valid, key, params.key.row, first_key, params.kv_len, head_dim, lane);
-    multiply_row_transposed<T, HEAD_DIM>(
-        dp, dout, row.valid, value, params.value.row, first_key, params.kv_len, value_head_dim,
+        dp, dout, rows_from(values_matrix, first_key), lane);
+    const bool is_interior =
+        block_is_interior(params, operands, 0, params.q_len, first_key, BLOCK_KV);
+    score_gradients<BLOCK_KV / 8>(
+        params, operands, s, dp, is_interior, keys, row.query, row.valid, first_key, statistics,
         lane);
-    score_gradients(
-        params, operands, s, dp, keys, row.query, row.valid, first_key, statistics, lane);
-    multiply_accumulate_rows<T, HEAD_DIM>(
-        dq, s, key, params.key.row, first_key, params.kv_len, head_dim, lane);
+    multiply_accumulate_rows<T, HEAD_DIM>(dq, s, block_keys_matrix, !is_interior, lane);
   }
 
   if (!row.valid) return;
@@ -75,7 +78,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 // dQ = scale · Σ of the splits, one row per simdgroup.
 //
 // Grid: x = block of NUM_SIMDGROUPS rows.
-template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
+JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_short_dq_combine(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const float* partial [[buffer(JFM_BUFFER_PARTIAL)]],

@@ -6,7 +6,7 @@
 // One simdgroup: 8 packed rows against one split of the keys. K and V go from device
 // memory to registers, since no other simdgroup of the threadgroup reads the same keys.
 // Writes out normalised within the split, and the maximum and sum of its softmax.
-template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
+JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_short_forward(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const T* query [[buffer(JFM_BUFFER_QUERY)]],
@@ -32,8 +32,12 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
       packed_row(params, kv_head, int(group.y) % row_blocks, fragment_row(lane), group.z);
 
   query += head_offset(params, params.query, group.z, row.head) + row.query * params.query.row;
-  key += head_offset(params, params.key, group.z, kv_head);
-  value += head_offset(params, params.value, group.z, kv_head);
+  const Matrix<T> keys_matrix = make_matrix(
+      key + head_offset(params, params.key, group.z, kv_head), params.key.row, params.kv_len,
+      head_dim, aligned_kv);
+  const Matrix<T> values_matrix = make_matrix(
+      value + head_offset(params, params.value, group.z, kv_head), params.value.row,
+      params.kv_len, value_head_dim, aligned_kv);
 
   ScorePointers pointers;
   JFM_SCORE_POINTERS(pointers);
@@ -52,25 +56,27 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
        first_key < end_key; first_key += BLOCK_KV) {
     if (block_is_hidden(params, operands, 0, params.q_len, first_key, BLOCK_KV, lane)) continue;
     Fragment s[BLOCK_KV / 8];
-    multiply_row_transposed<T, HEAD_DIM>(
-        s, query, row.valid, key, params.key.row, first_key, params.kv_len, head_dim, lane);
-    const float correction =
-        update_softmax(params, operands, softmax, s, keys, row.query, first_key, lane);
+    multiply_row_transposed<T, HEAD_DIM>(s, query, rows_from(keys_matrix, first_key), lane);
+    const bool is_interior =
+        block_is_interior(params, operands, 0, params.q_len, first_key, BLOCK_KV);
+    const float correction = update_softmax<BLOCK_KV / 8>(
+        params, operands, softmax, s, is_interior, keys, row.query, first_key, lane);
     JFM_UNROLL for (int d = 0; d < kDimFragments; ++d) {
       o[d].thread_elements()[0] *= correction;
       o[d].thread_elements()[1] *= correction;
     }
-    const bool found = multiply_accumulate_rows<T, HEAD_DIM>(
-        o, s, value, params.value.row, first_key, params.kv_len, value_head_dim, lane);
+    const Matrix<T> block_values = rows_from(values_matrix, first_key);
+    const bool found =
+        multiply_accumulate_rows<T, HEAD_DIM>(o, s, block_values, !is_interior, lane);
     const bool found_any = simd_any(found);
     // Rare: a row that sees such a value becomes NaN.
     if (found_any &&
-        sees_nonfinite_value(params, operands, keys, row.query, first_key, BLOCK_KV, value)) {
+        sees_nonfinite_value(params, operands, keys, row.query, first_key, BLOCK_KV, block_values)) {
       softmax.sum = quiet_nan();
     }
   }
 
-  softmax.sum = row_sum(softmax.sum);
+  softmax.sum = row_total<kDimFragments>(softmax, o);
   if (!row.valid) return;
   const float inverse = softmax.sum == 0.0f ? 0.0f : 1.0f / softmax.sum;
   const long partial_index = split * num_partial_rows(params) + row.index;
@@ -82,7 +88,7 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
 // w_s = sum_s · exp(max_s - max).
 //
 // Grid: x = block of NUM_SIMDGROUPS rows.
-template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
+JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_short_forward_combine(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const float* partial [[buffer(JFM_BUFFER_PARTIAL)]],

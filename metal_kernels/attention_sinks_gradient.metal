@@ -7,7 +7,7 @@
 
 #include "attention_backward.h"
 
-template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUPS>
+JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_sinks_gradient(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const float* logsumexp [[buffer(JFM_BUFFER_LOGSUMEXP)]],
@@ -32,8 +32,8 @@ template <typename T, int HEAD_DIM, int BLOCK_Q, int BLOCK_KV, int NUM_SIMDGROUP
     for (int row = int(simdgroup * 32 + lane); row < params.q_len; row += 32 * NUM_SIMDGROUPS) {
       const float row_lse = lse[row * params.logsumexp.row];
       if (is_minus_infinity(row_lse)) continue;
-      device const float* pair = dl + row * params.delta.row;
-      sum -= sink_weight(sink, row_lse) * pair[1] * pair[0];
+      const RowStatistics statistics = load_row_statistics(params, dl, row);
+      sum -= sink_weight(sink, row_lse) * statistics.factor * statistics.delta;
     }
   }
 

@@ -6,45 +6,86 @@
 
 // A row over the keys so far. The maximum starts at a finite number (JFM_MOST_NEGATIVE).
 struct SoftmaxRow {
-  float max;  // in score units
-  float sum;  // of exp(score - max), this lane's part of it
+  float max;     // in score units
+  float sum;     // of exp(score - max), this lane's part of it
+  float lowest;  // of the scores in interior blocks that this lane has
 };
 
 METAL_FUNC SoftmaxRow empty_softmax_row() {
-  SoftmaxRow row = {JFM_MOST_NEGATIVE, 0.0f};
+  SoftmaxRow row = {JFM_MOST_NEGATIVE, 0.0f, INFINITY};
   return row;
 }
 
-// Turns products q·k of a block of keys into (dropped) probabilities, unnormalised. Returns
-// the factor of what was accumulated before. The sum is of undropped ones.
-template <int N>
-METAL_FUNC float update_softmax(
-    constant AttentionParams& params, thread const ScoreOperands& operands,
-    thread SoftmaxRow& row, thread Fragment (&s)[N], Range keys, int query, int first_key,
-    uint lane) {
-  const int col = first_key + fragment_col(lane);
-  float block_max = -INFINITY;
-  JFM_UNROLL for (int j = 0; j < N; ++j) {
-    JFM_UNROLL for (int e = 0; e < 2; ++e) {
-      const int key = col + j * 8 + e;
-      const float dot = s[j].thread_elements()[e];
-      float bias, slope;
-      const bool visible = query_sees(params, operands, keys, query, key, bias);
-      const float x =
-          visible ? shown(score(params, operands, query, key, dot, bias, slope)) : -INFINITY;
-      s[j].thread_elements()[e] = x;
-      block_max = max(block_max, x);
-    }
-  }
+// Goes on to a block whose largest score, of this lane's, is `block_max`. Returns the factor of
+// what was accumulated before.
+METAL_FUNC float raise_max(thread SoftmaxRow& row, float block_max) {
   const float new_max = max(row.max, row_max(block_max));
   const float correction = exp_score(row.max - new_max);
   row.max = new_max;
   row.sum *= correction;
+  return correction;
+}
+
+// Turns products q·k of a row and a block of keys into (dropped) probabilities, unnormalised.
+// Returns the factor of what was accumulated before. The sum is of undropped ones. In an
+// interior block nothing is hidden.
+template <int N>
+METAL_FUNC float update_softmax(
+    constant AttentionParams& params, thread const ScoreOperands& operands,
+    thread SoftmaxRow& row, thread Fragment* s, bool is_interior, Range keys, int query,
+    int first_key, uint lane) {
+  const int col = first_key + fragment_col(lane);
+  // The most common case by far, in five operations an element: max, min, fma, exp2, add. The
+  // scale, of either sign, is applied to the extremes only.
+  const bool is_plain = is_interior && is_plain_score();
+  float high = -INFINITY, low = INFINITY;
+  JFM_UNROLL for (int j = 0; j < N; ++j) {
+    JFM_UNROLL for (int e = 0; e < 2; ++e) {
+      const int key = col + j * 8 + e;
+      float x = s[j].thread_elements()[e];
+      if (!is_plain) {
+        float bias = 0.0f;
+        float slope;
+        const bool visible =
+            is_interior || query_sees(params, operands, keys, query, key, bias);
+        x = score(params, operands, query, key, x, bias, slope);
+        if (!is_interior) x = visible ? shown(x) : -INFINITY;
+        s[j].thread_elements()[e] = x;
+      }
+      high = max(high, x);
+      if (is_interior) low = min(low, x);
+    }
+  }
+  if (is_plain) {
+    const float a = high * params.scale_log2;
+    const float b = low * params.scale_log2;
+    high = max(a, b);
+    low = min(a, b);
+  }
+  if (is_interior) row.lowest = min(row.lowest, low);
+  const float correction = raise_max(row, high);
+  // An fma does not round the score as the maximum was: beyond 2^31 the difference could be
+  // more than exp2 can take.
+  const bool is_exact = abs(row.max) < 16777216.0f;
+  if (is_plain && is_exact) {
+    JFM_UNROLL for (int j = 0; j < N; ++j) {
+      JFM_UNROLL for (int e = 0; e < 2; ++e) {
+        s[j].thread_elements()[e] = fma(s[j].thread_elements()[e], params.scale_log2, -row.max);
+      }
+    }
+  } else {
+    const float factor = is_plain ? params.scale_log2 : 1.0f;
+    JFM_UNROLL for (int j = 0; j < N; ++j) {
+      JFM_UNROLL for (int e = 0; e < 2; ++e) {
+        s[j].thread_elements()[e] = s[j].thread_elements()[e] * factor - row.max;
+      }
+    }
+  }
   JFM_UNROLL for (int j = 0; j < N; ++j) {
     uint2 words = uint2(0, 0);
     if (has_dropout) words = dropout_words(operands, query, col + j * 8);
     JFM_UNROLL for (int e = 0; e < 2; ++e) {
-      const float p = exp_score(s[j].thread_elements()[e] - new_max);
+      const float p = exp_score(s[j].thread_elements()[e]);
       row.sum += p;
       s[j].thread_elements()[e] = has_dropout ? dropped(params, words[e], p) : p;
     }
@@ -52,19 +93,34 @@ METAL_FUNC float update_softmax(
   return correction;
 }
 
-// Whether the query sees a value that is not finite among num_keys keys.
+// Whether the query sees a value that is not finite among num_keys keys, whose values are the
+// first rows of the matrix.
 template <typename T>
 METAL_FUNC bool sees_nonfinite_value(
     constant AttentionParams& params, thread const ScoreOperands& operands, Range keys, int query,
-    int first_key, int num_keys, device const T* value) {
+    int first_key, int num_keys, Matrix<T> value) {
   for (int key = first_key; key < min(first_key + num_keys, params.kv_len); ++key) {
     float bias;
     if (query_sees(params, operands, keys, query, key, bias) &&
-        !row_is_finite(value + key * params.value.row, value_head_dim)) {
+        !row_is_finite(matrix_row(value, key - first_key), value_head_dim)) {
       return true;
     }
   }
   return false;
+}
+
+// The sum of a row over all its lanes, at the end. NaN where an interior block, in which nothing
+// is looked at one by one, had a score of -inf (which is no hidden key) or a value that was not
+// finite: then the row is NaN in both passes, and not in some of its columns.
+template <int N>
+METAL_FUNC float row_total(SoftmaxRow row, thread Fragment* o) {
+  bool is_spoilt = is_minus_infinity(row.lowest);
+  JFM_UNROLL for (int d = 0; d < N; ++d) {
+    JFM_UNROLL for (int e = 0; e < 2; ++e) {
+      is_spoilt = !is_finite_value(o[d].thread_elements()[e]) || is_spoilt;
+    }
+  }
+  return row_sum(is_spoilt ? quiet_nan() : row.sum);
 }
 
 // What is left to do at the end of a row, whose sum is that of all lanes.

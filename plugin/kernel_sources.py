@@ -42,82 +42,140 @@ class BuildError(Exception):
 class Variant(variant_table.Variant):
     """A row of the table with one of its dtypes, and what its kernel is made of."""
 
-    source: str
+    source: str = ""
 
     def table_line(self) -> str:
         """The row as C++, for the planner's table."""
-        sizes = f"{self.head_dim}, {self.block_q}, {self.block_kv}"
+        loads = "Loads::kDevice" if self.loads == "device" else "Loads::kThreadgroup"
         return (
-            f'{{"{self.kernel}", {DTYPES[self.dtype][1]}, {sizes}, '
-            f'{self.num_simdgroups}, "{self.host_name}"}},\n'
+            f'{{"{self.kernel}", {DTYPES[self.dtype][1]}, {self._sizes()}, {loads}, '
+            f"{self.roles}, {self.min_family}, {str(self.is_default).lower()}, "
+            f'"{self.host_name}"}},\n'
         )
 
     def instantiation(self) -> str:
         """The row as MSL: an explicit instantiation under its host name."""
         msl_type = DTYPES[self.dtype][0]
-        instance = (
-            f"{self.kernel}<{msl_type}, {self.head_dim}, {self.block_q}, "
-            f"{self.block_kv}, {self.num_simdgroups}>"
-        )
+        loads = variant_table.LOADS.index(self.loads)
+        instance = f"{self.kernel}<{msl_type}, {self._sizes()}, {loads}, {self.roles}>"
         return (
             f'template [[host_name("{self.host_name}")]] [[kernel]] '
             f"decltype({instance}) {instance};\n"
         )
 
+    def _sizes(self) -> str:
+        return (
+            f"{self.head_dim}, {self.block_q}, {self.block_kv}, {self.block_d}, "
+            f"{self.num_simdgroups}"
+        )
+
 
 def load_variants(kernel_dir: Path = KERNEL_DIR) -> list[Variant]:
     """Reads variants.toml; rows in table order, dtypes in the order of each row."""
+    variants: list[Variant] = []
+    seen: dict[str, int] = {}
+    for row, line in _rows("variant", kernel_dir):
+        for variant in _parse_row(row, f"{kernel_dir / 'variants.toml'}:{line}"):
+            first = seen.setdefault(variant.host_name, line)
+            if first != line:
+                raise BuildError(
+                    f"{kernel_dir / 'variants.toml'}:{line}: {variant.host_name} is "
+                    f"already in the table, at line {first}."
+                )
+            variants.append(variant)
+    if not variants:
+        raise BuildError(
+            f"{kernel_dir / 'variants.toml'}: expected at least one [[variant]] row, "
+            "got none."
+        )
+    return variants
+
+
+def _rows(table: str, kernel_dir: Path) -> list[tuple[dict[str, Any], int]]:
+    """The rows of one table of variants.toml, each with its line."""
     path = kernel_dir / "variants.toml"
     text = path.read_text()
     try:
-        rows = tomllib.loads(text).get("variant", [])
+        rows = variant_table.read_table(text).get(table, [])
     except tomllib.TOMLDecodeError as error:
         raise BuildError(f"{path}: {error}") from None
     lines = [
         number
         for number, line in enumerate(text.splitlines(), 1)
-        if line.strip().startswith("[[variant]]")
+        if line.strip().startswith(f"[[{table}]]")
     ]
-    variants: list[Variant] = []
-    seen: dict[str, int] = {}
-    for row, line in zip(rows, lines):
-        for variant in _parse_row(row, f"{path}:{line}"):
-            first = seen.setdefault(variant.host_name, line)
-            if first != line:
-                raise BuildError(
-                    f"{path}:{line}: {variant.host_name} is already in the table, "
-                    f"at line {first}."
-                )
-            variants.append(variant)
-    if not variants:
-        raise BuildError(f"{path}: expected at least one [[variant]] row, got none.")
-    return variants
+    return list(zip(rows, lines))
+
+
+_OPTIONAL = {"source", "loads", "roles", "min_family", "is_default"}
 
 
 def _parse_row(row: dict[str, Any], where: str) -> list[Variant]:
-    unknown = set(row) - {"kernel", "source", "dtypes", *variant_table.SIZES}
-    missing = {"kernel", "dtypes", *variant_table.SIZES} - set(row)
+    sizes = (*variant_table.SIZES, "block_d")
+    _check_fields(row, {"kernel", "dtypes", *sizes}, _OPTIONAL, where)
+    for name in sizes:
+        if not isinstance(row[name], int) or row[name] < 1:
+            raise BuildError(
+                f"{where}: {name} must be a positive integer, got {row[name]!r}."
+            )
+    for name, values in (
+        ("loads", variant_table.LOADS),
+        ("roles", (1, 2)),
+        ("is_default", (False, True)),
+    ):
+        if name in row and row[name] not in values:
+            raise BuildError(
+                f"{where}: {name} must be among {list(values)}, got {row[name]!r}."
+            )
+    _check_family(row, where)
+    columns = {name: value for name, value in row.items() if name != "dtypes"}
+    columns.setdefault("source", row["kernel"])
+    return [Variant(dtype=dtype, **columns) for dtype in row["dtypes"]]
+
+
+def load_backward_forms(
+    kernel_dir: Path = KERNEL_DIR,
+) -> list[variant_table.BackwardForm]:
+    """Reads the forms of the backward pass from variants.toml, in table order."""
+    forms: list[variant_table.BackwardForm] = []
+    for row, line in _rows("backward_form", kernel_dir):
+        where = f"{kernel_dir / 'variants.toml'}:{line}"
+        fields = {"form", "dtypes", "head_dim", "min_family", "min_scores"}
+        _check_fields(row, fields, set(), where)
+        if row["form"] not in ("A", "B"):
+            raise BuildError(f"{where}: form must be A or B, got {row['form']!r}.")
+        _check_family(row, where)
+        columns = {name: value for name, value in row.items() if name != "dtypes"}
+        forms += [
+            variant_table.BackwardForm(dtype=dtype, **columns)
+            for dtype in row["dtypes"]
+        ]
+    return forms
+
+
+def _check_fields(
+    row: dict[str, Any], required: set[str], optional: set[str], where: str
+) -> None:
+    unknown = set(row) - required - optional
+    missing = required - set(row)
     if unknown or missing:
         raise BuildError(
             f"{where}: missing fields {sorted(missing)}, unknown fields "
             f"{sorted(unknown)}."
         )
-    for name in variant_table.SIZES:
-        if not isinstance(row[name], int) or row[name] < 1:
-            raise BuildError(
-                f"{where}: {name} must be a positive integer, got {row[name]!r}."
-            )
     for dtype in row["dtypes"]:
         if dtype not in DTYPES:
             raise BuildError(
                 f"{where}: dtypes must be among {list(DTYPES)}, got {dtype!r}."
             )
-    sizes = {name: row[name] for name in variant_table.SIZES}
-    source = row.get("source", row["kernel"])
-    return [
-        Variant(kernel=row["kernel"], source=source, dtype=dtype, **sizes)
-        for dtype in row["dtypes"]
-    ]
+
+
+def _check_family(row: dict[str, Any], where: str) -> None:
+    family = row.get("min_family", 0)
+    if not isinstance(family, int) or family < 0:
+        raise BuildError(
+            f"{where}: min_family must be an integer of at least 0, got {family!r}."
+        )
 
 
 # -- One text per source -------------------------------------------------------------
@@ -175,15 +233,21 @@ def _flat_lines(path: Path, seen: set[Path]) -> list[str]:
 def headers(kernel_dir: Path = KERNEL_DIR) -> dict[str, str]:
     """Headers by name, made of all rows and sources of `kernel_dir`.
 
-    variants.inc: the planner's table. kernel_sources.inc: what a device needs that
-    compiles MSL at run time (plugin/device/apple). kernel_digest.inc: a string literal,
-    the hash of what kernel_sources.inc has, as everything that names these kernels.
+    variants.inc and backward_forms.inc: the planner's tables. kernel_sources.inc: what
+    a device needs that compiles MSL at run time (plugin/device/apple).
+    kernel_digest.inc: a string literal, the hash of what kernel_sources.inc has, as
+    everything that names these kernels.
     """
     variants = load_variants(kernel_dir)
     embedded = embed(variants, kernel_dir)
     literal = f'"{hashlib.sha256(embedded.encode()).hexdigest()}"'
     return {
         "variants.inc": "".join(row.table_line() for row in variants),
+        "backward_forms.inc": "".join(
+            f"{{{DTYPES[form.dtype][1]}, {form.head_dim}, {form.min_family}, "
+            f"{form.min_scores}, '{form.form}'}},\n"
+            for form in load_backward_forms(kernel_dir)
+        ),
         "kernel_sources.inc": (
             f"{embedded}static constexpr char kMslDigest[] = {literal};\n"
         ),

@@ -15,36 +15,16 @@ constexpr int64_t kMinScratchBytes = 16;
 struct BoundOperand {
   const Buffer* buffer;
   uint64_t offset_bytes;
-  int64_t element_bytes;
-};
-
-class Scratch {
- public:
-  Status Allocate(Device& device, int64_t size_bytes) {
-    Result<std::unique_ptr<Buffer>> buffer =
-        device.AllocateScratch(static_cast<size_t>(std::max(size_bytes, kMinScratchBytes)));
-    if (!buffer.ok()) return buffer.status();
-    buffer_ = std::move(*buffer);
-    return {};
-  }
-  BoundOperand bound() const { return {buffer_.get(), 0, 4}; }
-
- private:
-  std::unique_ptr<Buffer> buffer_;
+  int64_t element_bytes;  // of scratch, which never has an offset: 0
 };
 
 }  // namespace
 
 Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
   if (plan.launches.empty()) return {};
-  Scratch delta, partial, partial_softmax, mask_blocks;
-  const struct { Operand operand; Scratch* scratch; int64_t size_bytes; } scratches[] = {
-      {Operand::kDelta, &delta, plan.delta_bytes},
-      {Operand::kPartial, &partial, plan.partial_bytes},
-      {Operand::kPartialSoftmax, &partial_softmax, plan.partial_softmax_bytes},
-      {Operand::kMaskBlocks, &mask_blocks, plan.mask_blocks_bytes}};
-  for (const auto& [operand, scratch, size_bytes] : scratches) {
-    if (Status status = scratch->Allocate(device, size_bytes); !status.ok()) return status;
+  std::array<bool, kNumOperands> is_bound{};
+  for (const Launch& launch : plan.launches) {
+    for (const Binding& binding : launch.bindings) is_bound[Index(binding.operand)] = true;
   }
   std::array<BoundOperand, kNumOperands> operands;  // in the order of Operand
   for (size_t i = 0; i < kTensors.size(); ++i) {
@@ -52,8 +32,15 @@ Status RunPlan(Device& device, const AttentionProblem& p, const Plan& plan) {
     const TensorView& view = p.*spec.view;
     operands[i] = {view.buffer, view.offset_bytes, SpecOf(spec.element, p).size_bytes};
   }
-  for (const auto& [operand, scratch, size_bytes] : scratches) {
-    operands[Index(operand)] = scratch->bound();
+  std::array<std::unique_ptr<Buffer>, kNumScratch> scratch;
+  for (size_t i = 0; i < kNumScratch; ++i) {
+    if (!is_bound[kNumTensors + i]) continue;
+    const int64_t size_bytes = std::max(plan.scratch_bytes[i], kMinScratchBytes);
+    Result<std::unique_ptr<Buffer>> buffer =
+        device.AllocateScratch(static_cast<size_t>(size_bytes));
+    if (!buffer.ok()) return buffer.status();
+    scratch[i] = std::move(*buffer);
+    operands[kNumTensors + i] = {scratch[i].get(), 0, 0};
   }
 
   std::unique_ptr<CommandBuffer> commands = device.NewCommandBuffer();

@@ -1,7 +1,7 @@
 // What is done with a plan. Knows how kernels are launched, not which.
 #pragma once
 
-#include "plugin/attention/planner.h"
+#include "plugin/attention/plan.h"
 #include "plugin/attention/problem.h"
 #include "plugin/device/device.h"
 

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "plugin/attention/attention.h"
+#include "plugin/attention/plan_context.h"
+#include "plugin/attention/problem_checks.h"
 
 namespace jfm {
 namespace {
@@ -111,7 +113,7 @@ Status RunOnDevice(Device& device, const Pass& pass, HostProblem host) {
     (host.problem.*spec.view).buffer = buffer->get();
     buffers.push_back(std::move(*buffer));
   }
-  Result<Plan> plan = pass.plan(host.problem);
+  Result<Plan> plan = pass.plan(host.problem, CurrentContext(device.facts()));
   return plan.ok() ? RunPlan(device, host.problem, *plan) : plan.status();
 }
 

@@ -16,11 +16,17 @@ enum class Operand : uint8_t {
   kBias, kMask, kQOffsets, kQSegmentIds, kKvSegmentIds, kQuerySeqLengths, kKeyValueSeqLengths,
   kSinks, kAlibiSlopes, kDropoutKey, kDropoutBatchIndices, kDropoutHeadIndices,
   kOut, kLogsumexp, kDout, kDlogsumexp, kDquery, kDkey, kDvalue, kGradient,
-  kDelta, kPartial, kPartialSoftmax, kMaskBlocks,
+  kDelta, kPartial, kPartialSoftmax, kMaskBlocks, kScoreGradient, kPartialDvalue, kDquerySum,
 };
 constexpr size_t Index(Operand operand) { return static_cast<size_t>(operand); }
 constexpr size_t kNumTensors = Index(Operand::kGradient) + 1;
-constexpr size_t kNumOperands = Index(Operand::kMaskBlocks) + 1;
+constexpr size_t kNumOperands = Index(Operand::kDquerySum) + 1;
+constexpr size_t kNumScratch = kNumOperands - kNumTensors;
+
+// Names of the scratch, in the order of Operand.
+inline constexpr std::array<const char*, kNumScratch> kScratchNames = {
+    "delta",          "partial",        "partial_softmax", "mask_blocks",
+    "score_gradient", "partial_dvalue", "dquery_sum"};
 
 enum class Element : uint8_t { kProblem, kBias, kFloat32, kInt32, kUint32, kBool };
 
@@ -126,6 +132,11 @@ constexpr bool IsInOrder() {
 static_assert(IsInOrder(), "the rows of kTensors are in the order of Operand");
 }  // namespace table
 using table::kTensors;
+
+inline const char* NameOf(Operand operand) {
+  const size_t i = Index(operand);
+  return i < kNumTensors ? kTensors[i].name : kScratchNames[i - kNumTensors];
+}
 
 // Every size of a problem, and the tensor that it is read from when tensors come with shapes.
 struct SizeSpec {

@@ -1,7 +1,6 @@
 // Turns the C structs into a HostProblem and a Status into a code with text.
 #include "plugin/c_api/c_api.h"
 
-#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <string>
@@ -9,7 +8,11 @@
 #include <vector>
 
 #include "plugin/attention/attention.h"
+#include "plugin/attention/choices.h"
 #include "plugin/attention/host_problem.h"
+#include "plugin/attention/plan_context.h"
+#include "plugin/attention/plan_json.h"
+#include "plugin/attention/problem_checks.h"
 #include "plugin/backends/backends.h"
 #include "plugin/c_api/thread_helpers.h"
 #include "plugin/c_boundary.h"
@@ -166,12 +169,19 @@ Result<Question> DecodeQuestion(int number, const JfmAttentionProblem* problem) 
   return Question{&pass, std::move(host->problem)};
 }
 
+// Of a plan that is not run: where there is no device, as for one of an unknown family.
+PlanContext ContextWithoutRun() {
+  if (HasSetGpuFamily()) return CurrentContext({});
+  Result<Device*> device = DefaultDevice();
+  return CurrentContext(device.ok() ? (*device)->facts() : DeviceFacts{});
+}
+
 int Compile(int pass, const JfmAttentionProblem* problem, char* error, size_t error_size) noexcept {
   const Status status = WithoutExceptions([&]() -> Status {
     Result<Question> question = DecodeQuestion(pass, problem);
     if (!question.ok()) return question.status();
     if (question->problem.backend == Backend::kCpu) return {};
-    Result<Plan> plan = question->pass->plan(question->problem);
+    Result<Plan> plan = question->pass->plan(question->problem, ContextWithoutRun());
     if (!plan.ok()) return plan.status();
     Result<Device*> device = DefaultDevice();
     return device.ok() ? CompilePlan(**device, *plan) : device.status();
@@ -180,44 +190,36 @@ int Compile(int pass, const JfmAttentionProblem* problem, char* error, size_t er
   return static_cast<int>(status.code());
 }
 
-int NameKernels(int pass, const JfmAttentionProblem* problem, char* text,
-                size_t text_size) noexcept {
-  std::string lines;
+int WritePlan(int pass, const JfmAttentionProblem* problem, char* text,
+              size_t text_size) noexcept {
   const Status status = WithoutExceptions([&]() -> Status {
     Result<Question> question = DecodeQuestion(pass, problem);
     if (!question.ok()) return question.status();
-    if (question->problem.backend == Backend::kCpu) {
-      lines = cpu::KernelName(*question->pass, question->problem) + "\n";
-      return {};
+    const AttentionProblem& p = question->problem;
+    PlanText plan_text;
+    if (p.backend == Backend::kCpu) {
+      plan_text = DescribeKernel(p, cpu::KernelName(*question->pass, p));
+    } else {
+      const PlanContext context = ContextWithoutRun();
+      Result<Plan> plan = question->pass->plan(p, context);
+      if (!plan.ok()) return plan.status();
+      plan_text = DescribePlan(p, context.gpu_family, *plan, text_size);
     }
-    Result<Plan> plan = question->pass->plan(question->problem);
-    if (!plan.ok()) return plan.status();
-    std::vector<std::string> names;  // few, however many launches there are
-    for (const Launch& launch : plan->launches) {
-      const std::string name = launch.variant->host_name;
-      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
-    }
-    for (const std::string& name : names) lines += name + "\n";
-    return {};
+    return {plan_text.needed > 0 ? Code::kOutOfRange : Code::kOk, plan_text.json};
   });
-  CopyText(status.ok() ? lines : status.message(), text, text_size);
+  CopyText(status.message(), text, text_size);
   return static_cast<int>(status.code());
 }
 
-int64_t CountLaunches(int pass, const JfmAttentionProblem* problem) noexcept {
-  int64_t count = -1;
-  (void)WithoutExceptions([&]() -> Status {
-    Result<Question> question = DecodeQuestion(pass, problem);
-    if (!question.ok()) return question.status();
-    if (question->problem.backend == Backend::kCpu) {
-      count = 1;
-      return {};
-    }
-    Result<Plan> plan = question->pass->plan(question->problem);
-    if (plan.ok()) count = static_cast<int64_t>(plan->launches.size());
-    return plan.status();
+int SetKernelChoices(const char* text, char* error, size_t error_size) noexcept {
+  const Status status = WithoutExceptions([&]() -> Status {
+    Result<Choices> choices = Choices::Parse(text != nullptr ? text : "");
+    if (!choices.ok()) return choices.status();
+    SetChoices(std::move(*choices));
+    return {};
   });
-  return count;
+  CopyText(status.message(), error, error_size);
+  return static_cast<int>(status.code());
 }
 
 Result<DeviceFacts> FactsOf(int backend) {
@@ -311,13 +313,9 @@ JFM_EXPORT int jfm_attention_gradient(const JfmAttentionProblem* problem, char* 
   return jfm::Run(jfm::kGradientPass, problem, error, error_size);
 }
 
-JFM_EXPORT int jfm_attention_kernels(const JfmAttentionProblem* problem, int pass, char* text,
-                                     size_t text_size) {
-  return jfm::NameKernels(pass, problem, text, text_size);
-}
-
-JFM_EXPORT int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int pass) {
-  return jfm::CountLaunches(pass, problem);
+JFM_EXPORT int jfm_attention_plan(const JfmAttentionProblem* problem, int pass, char* text,
+                                  size_t text_size) {
+  return jfm::WritePlan(pass, problem, text, text_size);
 }
 
 JFM_EXPORT int jfm_attention_compile(const JfmAttentionProblem* problem, int pass, char* error,
@@ -342,6 +340,14 @@ JFM_EXPORT void jfm_set_threads(int num_threads) {
   jfm::SetSoftwareDeviceThreads(num_threads);
 #endif
 }
+
+JFM_EXPORT int jfm_set_kernel_choices(const char* text, char* error, size_t error_size) {
+  return jfm::SetKernelChoices(text, error, error_size);
+}
+
+JFM_EXPORT void jfm_set_gpu_family(int family) { jfm::SetGpuFamily(family); }
+
+JFM_EXPORT void jfm_set_score_gradient_limit(int64_t bytes) { jfm::SetScoreGradientLimit(bytes); }
 
 JFM_EXPORT void jfm_set_max_launch_work(double operations) { jfm::SetMaxLaunchWork(operations); }
 

@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define JFM_ABI_VERSION 4
+#define JFM_ABI_VERSION 5
 #define JFM_MAX_TENSOR_BATCH_DIMS 16
 
 typedef enum { JFM_FLOAT32 = 0, JFM_FLOAT16 = 1, JFM_BFLOAT16 = 2 } JfmDtype;
@@ -95,15 +95,23 @@ int jfm_attention_forward(const JfmAttentionProblem* problem, char* error, size_
 int jfm_attention_backward(const JfmAttentionProblem* problem, char* error, size_t error_size);
 int jfm_attention_gradient(const JfmAttentionProblem* problem, char* error, size_t error_size);
 
-// The kernels that a pass (JfmPass) would launch, each once, a name per line in the order of
-// their first launch. Runs nothing. On an error `text` holds the message; cut to text_size
-// like `error`.
-int jfm_attention_kernels(const JfmAttentionProblem* problem, int pass, char* text,
-                          size_t text_size);
-
-// How many launches the pass would make, 1 by the CPU kernels; -1 where jfm_attention_kernels
-// has an error.
-int64_t jfm_attention_num_launches(const JfmAttentionProblem* problem, int pass);
+// What a pass (JfmPass) would launch, as one line of JSON. Runs nothing; looks at no memory.
+//   {"class": "…", "family": 9, "origin": "default", "form": "B",
+//    "kernels": ["…", …], "num_launches": 7, "scratch_bytes": {"delta": 16, …},
+//    "launches": [{"kernel": "…", "grid": [x, y, z], "threads": 128, "work": 1000000,
+//                  "constants": [0, …], "buffers": [[index, "query", offset], …],
+//                  "params": "…"}, …]}
+// class: what measured choices go by. family: of the GPU, 0 = not known. origin: "measured" where
+// such a choice was made. form of a backward pass: "A", "B", or of both passes "short"; or "".
+// kernels: each once, in the order of their first launch. Of a launch: the threadgroups and the
+// threads of each, an estimate of its floating-point operations, the values of the function
+// constants by index, the operands by buffer index with offsets in elements, the bytes of
+// AttentionParams in hexadecimal digits. The CPU kernels are one launch, of which only the kernel
+// says something.
+// Where that does not fit in text_size, error 11, and the line has "needed", a text_size that is
+// enough, in place of "launches"; 4096 is enough for that. On another error `text` holds the
+// message, cut to text_size like `error`.
+int jfm_attention_plan(const JfmAttentionProblem* problem, int pass, char* text, size_t text_size);
 
 // Gets the pipelines that the pass needs, compiled, and runs nothing; the CPU kernels need none.
 // Errors as above.
@@ -131,8 +139,22 @@ void jfm_set_threads(int num_threads);
 // No launch has much more floating-point operations than this; 0 = the default.
 void jfm_set_max_launch_work(double operations);
 
+// Which kernels calls of a class take, as somebody measured, instead of what the library would
+// take: replaces what was set before, for the process. A line
+// "class<tab>pass<tab>form<tab>kernel[,kernel…]" each: pass is forward or backward, form A, B or
+// - (no choice), and what is not among the kernels, of which there may be none, is the library's.
+// An error names the line, and nothing is changed; "" = no choices.
+int jfm_set_kernel_choices(const char* text, char* error, size_t error_size);
+
+// Plans are made as on an Apple GPU of this family (9: "Apple9"); -1 = as the device says.
+void jfm_set_gpu_family(int family);
+
+// Form B keeps at most so many bytes of the score gradient at once, if that is enough for 128
+// keys of one head; 0 = the device's own limit: 64 MiB, on a large GPU more.
+void jfm_set_score_gradient_limit(int64_t bytes);
+
 // For tests and benchmarks of the CPU kernels. The instruction sets that this machine can run,
-// a name per line, the best last; text as that of jfm_attention_kernels.
+// a name per line, the best last; `text` as that of jfm_device_facts.
 int jfm_cpu_isas(char* text, size_t text_size);
 // Which of them to use from now on; "" = the best. An error code if there is no such one.
 int jfm_cpu_set_isa(const char* name);

@@ -2,7 +2,7 @@
 
 #include <sys/utsname.h>
 
-#include "plugin/attention/planner.h"
+#include "plugin/attention/problem_checks.h"
 #include "plugin/cpu/isa.h"
 #include "plugin/host_cpu.h"
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <array>
 
-#include "plugin/attention/planner.h"
+#include "plugin/attention/problem_checks.h"
 #include "plugin/attention/tensors.h"
 #include "plugin/cpu/attention.h"
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support import cases, native
+from tests.support.forced import Forced
 from tests.support.inputs import make_arguments, make_inputs
 from tests.support.kernel_check import run_case
 
@@ -58,13 +59,20 @@ def test_short_queries(q_len):
     ]
 
 
-def test_longer_queries():
+@pytest.mark.parametrize(
+    ("form", "kernels"),
+    [
+        ("A", ["attention_backward_dq", "attention_backward_dkv"]),
+        ("B", ["attention_backward_dkv", "attention_backward_dq_product"]),
+    ],
+)
+def test_longer_queries(form, kernels):
     case = cases.Case("choice", q_len=9)
     assert _templates(case, backward=False) == ["attention_forward"]
-    assert _templates(case, backward=True) == [
+    names = Forced(form).plan(case)["kernels"]
+    assert [name.split("_float32_")[0] for name in names] == [
         "attention_delta",
-        "attention_backward_dq",
-        "attention_backward_dkv",
+        *kernels,
     ]
 
 
@@ -90,7 +98,7 @@ def test_dims_that_cannot_be_merged_cost_launches():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "width", "expected"), [(64, 64, 64), (65, 8, 96), (8, 65, 96)]
+    ("head_dim", "width", "expected"), [(64, 64, 64), (65, 8, 128), (8, 65, 128)]
 )
 def test_the_larger_head_dim_decides(head_dim, width, expected):
     case = cases.Case("choice", head_dim=head_dim, value_head_dim=width, q_len=9)

@@ -4,7 +4,7 @@ The limit is lowered here until small problems are cut. Parts are of the grid: t
 must be those of the whole, wherever it is cut.
 """
 
-import ctypes
+import math
 
 import pytest
 
@@ -29,15 +29,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def set_max_work():
-    function = native.load().jfm_set_max_launch_work
-    function.argtypes = (ctypes.c_double,)
-    function.restype = None
-    yield function
-    function(0)
-
-
 def _num_launches(inputs, options):
     operands = dict(zip(native.FORWARD_OPERANDS, inputs.operands))
     problem = native.make_problem(operands, **options)
@@ -56,35 +47,35 @@ def _forward_work(case):
 
 @pytest.mark.parametrize("parts", [2, 3, 7, 1000])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_parts_give_the_same_bits(case, parts, set_max_work):
+def test_parts_give_the_same_bits(case, parts):
     inputs, arguments = make_inputs(case), make_arguments(case)
     expected = run(native, inputs, **arguments)
     whole = _num_launches(inputs, arguments)
-    set_max_work(_forward_work(case) / parts)
-    if not case.is_causal and "outer" not in case.id:
-        assert _num_launches(inputs, arguments) > whole
-    actual = run(native, inputs, **arguments)
+    with native.planning(max_launch_work=_forward_work(case) / parts):
+        if not case.is_causal and "outer" not in case.id:
+            assert _num_launches(inputs, arguments) > whole
+        actual = run(native, inputs, **arguments)
     for name, array in actual.present():
         context = f"{case.context}, {parts} parts"
         assert_identical(array, getattr(expected, name), name=name, context=context)
 
 
-def test_no_part_is_too_large(set_max_work):
+def test_no_part_is_too_large():
     """Without a mask, n times the limit makes at least n parts, and not many more."""
     case = cases.Case("counted", batch=(4,), q_len=64, kv_len=64)
     inputs = make_inputs(case)
     for parts in (1, 2, 4, 8, 24):
-        set_max_work(_forward_work(case) / parts * 1.001)
-        launches = _num_launches(inputs, case.options)
+        with native.planning(max_launch_work=_forward_work(case) / parts * 1.001):
+            launches = _num_launches(inputs, case.options)
         assert parts <= launches <= 2 * parts
 
 
-def test_causal_work_is_what_is_visible(set_max_work):
+def test_causal_work_is_what_is_visible():
     """A causal call has half the pairs, so half the parts."""
     full = cases.Case("full", batch=(16,), q_len=64, kv_len=64)
     causal = cases.Case("causal", batch=(16,), q_len=64, kv_len=64, is_causal=True)
-    set_max_work(_forward_work(full) / 16 * 1.05)
-    counts = [_num_launches(make_inputs(c), c.options) for c in (full, causal)]
+    with native.planning(max_launch_work=_forward_work(full) / 16 * 1.05):
+        counts = [_num_launches(make_inputs(c), c.options) for c in (full, causal)]
     assert counts == [16, 8]
 
 
@@ -93,21 +84,25 @@ def test_the_default_cuts_nothing_small():
     assert _num_launches(make_inputs(case), case.options) == 1
 
 
-def test_every_kernel_is_named_once_however_often_it_is_launched(set_max_work):
+def test_every_kernel_is_named_once_however_often_it_is_launched():
     """The proof of the kernels goes by the names: none may be lost among the others."""
-    case = cases.Case("named", batch=(2,), q_len=128, kv_len=128)
+    case = cases.Case("named", batch=(2,), q_len=128, kv_len=120)
     inputs = make_inputs(case)
     values = (*inputs.operands, *(2 * (inputs.dout, inputs.dlogsumexp)))
     operands = dict(zip(native.BACKWARD_OPERANDS, values))
     problem = native.make_problem(operands, **case.options)
     native.attach_results(problem, operands, native.BACKWARD_RESULTS)
+    launches = native.plan(problem, True)["launches"]
     names = native.kernels(problem, True)
-    assert len(names) == 3
-    set_max_work(1)
-    # One per block of 4 (delta) and 32 queries and head, and of 32 keys and kv head.
-    assert native.num_launches(problem, True) == 2 * 32 * 6 + 2 * 4 * 6 + 2 * 4 * 3
-    assert native.kernels(problem, True) == names
+    assert names == [launch["kernel"] for launch in launches]
+    with native.planning(max_launch_work=1):
+        # One per threadgroup, but for a launch that has next to no work.
+        assert native.num_launches(problem, True) == sum(
+            math.prod(launch["grid"]) if launch["work"] else 1 for launch in launches
+        )
+        assert native.kernels(problem, True) == names
 
 
 def test_launches_of_a_bad_problem():
-    assert native.num_launches(native.Problem(q_len=-1), False) == -1
+    with pytest.raises(native.NativeError, match="q_len must be at least 0"):
+        native.num_launches(native.Problem(q_len=-1), False)

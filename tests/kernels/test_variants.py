@@ -2,7 +2,9 @@
 
 import pytest
 
+from jax_flash_metal import variant_table
 from tests.support import cases, native, variant_coverage
+from tests.support.forced import Forced
 from tests.support.kernel_check import check
 
 HEAD_DIMS = sorted({row["head_dim"] for row in variant_coverage.rows()})
@@ -44,6 +46,40 @@ def test_row_with_every_feature(q_len, head_dim, dtype):
         **cases.EVERYTHING,
     )
     check(native, case)
+
+
+CHOSEN = [
+    row
+    for row in variant_table.variants()
+    if row.min_family > 0
+    or not row.is_default
+    or row.kernel in ("attention_backward_dq", "attention_backward_dq_product")
+]
+
+
+@pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.host_name)
+def test_row_by_choice(row):
+    """Those that the device would not take, by their names; dQ of either form."""
+    is_product = row.kernel == "attention_backward_dq_product"
+    case = cases.Case(
+        f"row-{row.host_name}",
+        dtype=row.dtype,
+        batch=(1,),
+        q_len=row.block_q + 9,
+        kv_len=140 if is_product else 2 * row.block_kv + 6,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=row.head_dim,
+        value_head_dim=row.head_dim - 5,
+        is_causal=True,
+        q_offset=30,
+    )
+    form = "A" if row.kernel == "attention_backward_dq" else "B"
+    implementation = Forced(form, limit=1, rows=(row.host_name,))
+    which = "forward" if row.kernel == "attention_forward" else "backward"
+    launches = implementation.plan(case, which)["launches"]
+    assert row.host_name in [launch["kernel"] for launch in launches]
+    check(implementation, case)
 
 
 def test_rows_have_distinct_names():

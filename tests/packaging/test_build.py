@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plugin import build
+from plugin import build, kernel_sources
 
 pytestmark = pytest.mark.xdist_group("packaging")
 
@@ -31,19 +31,51 @@ def write_table(folder: Path, text: str) -> Path:
 def test_a_row_becomes_table_lines_and_instantiations(tmp_path: Path) -> None:
     rows = build.load_variants(write_table(tmp_path, ROW))
     assert rows[0].table_line() == (
-        '{"attention_forward", Dtype::kFloat32, 64, 32, 16, 4, '
-        '"attention_forward_float32_d64_q32_k16_s4"},\n'
+        '{"attention_forward", Dtype::kFloat32, 64, 32, 16, 64, 4, '
+        "Loads::kThreadgroup, 1, 0, true, "
+        '"attention_forward_float32_d64_q32_k16_b64_s4"},\n'
     )
     (unit,) = build.kernel_units(rows)
     assert unit.text().splitlines() == [
         '#include "attention_forward.metal"',
-        'template [[host_name("attention_forward_float32_d64_q32_k16_s4")]] [[kernel]] '
-        "decltype(attention_forward<float, 64, 32, 16, 4>) "
-        "attention_forward<float, 64, 32, 16, 4>;",
-        'template [[host_name("attention_forward_bfloat16_d64_q32_k16_s4")]] '
-        "[[kernel]] decltype(attention_forward<bfloat, 64, 32, 16, 4>) "
-        "attention_forward<bfloat, 64, 32, 16, 4>;",
+        'template [[host_name("attention_forward_float32_d64_q32_k16_b64_s4")]] '
+        "[[kernel]] decltype(attention_forward<float, 64, 32, 16, 64, 4, 0, 1>) "
+        "attention_forward<float, 64, 32, 16, 64, 4, 0, 1>;",
+        'template [[host_name("attention_forward_bfloat16_d64_q32_k16_b64_s4")]] '
+        "[[kernel]] decltype(attention_forward<bfloat, 64, 32, 16, 64, 4, 0, 1>) "
+        "attention_forward<bfloat, 64, 32, 16, 64, 4, 0, 1>;",
     ]
+
+
+def test_the_optional_columns_of_a_row(tmp_path: Path) -> None:
+    row = ROW + 'block_d = 32\nloads = "device"\nroles = 2\nmin_family = 9\n'
+    rows = build.load_variants(write_table(tmp_path, row + "is_default = false\n"))
+    name = "attention_forward_float32_d64_q32_k16_b32_s4_device_paired"
+    assert rows[0].table_line() == (
+        '{"attention_forward", Dtype::kFloat32, 64, 32, 16, 32, 4, '
+        f'Loads::kDevice, 2, 9, false, "{name}"}},\n'
+    )
+    instance = "attention_forward<float, 64, 32, 16, 32, 4, 1, 2>"
+    assert rows[0].instantiation() == (
+        f'template [[host_name("{name}")]] [[kernel]] decltype({instance}) '
+        f"{instance};\n"
+    )
+
+
+FORM = """
+[[backward_form]]
+form = "B"
+dtypes = ["float16"]
+head_dim = 128
+min_family = 9
+min_scores = 4096
+"""
+
+
+def test_a_backward_form_becomes_a_table_line(tmp_path: Path) -> None:
+    (tmp_path / "attention_forward.metal").write_text("")
+    headers = kernel_sources.headers(write_table(tmp_path, ROW + FORM))
+    assert headers["backward_forms.inc"] == "{Dtype::kFloat16, 128, 9, 4096, 'B'},\n"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +87,9 @@ def test_a_row_becomes_table_lines_and_instantiations(tmp_path: Path) -> None:
         (ROW.replace("block_q = 32\n", ""), r"toml:2: missing fields \['block_q'\]"),
         (ROW.replace("64", "-1"), r"toml:2: head_dim must be a positive .* got -1"),
         (ROW.replace("bfloat16", "float64"), r"toml:2: dtypes .* got 'float64'"),
+        (ROW + "roles = 3\n", r"toml:2: roles must be among \[1, 2\], got 3"),
+        (ROW + 'loads = "disk"\n', r"toml:2: loads must be among .* got 'disk'"),
+        (ROW + "min_family = -1\n", r"toml:2: min_family must be .* got -1"),
         (ROW + ROW, r"toml:10: attention_forward_float32.* already .* at line 2"),
     ],
 )
@@ -63,6 +98,21 @@ def test_a_wrong_table_names_file_and_line(
 ) -> None:
     with pytest.raises(build.BuildError, match=message):
         build.load_variants(write_table(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (FORM.replace('"B"', '"C"'), r"toml:10: form must be A or B, got 'C'"),
+        (FORM.replace("float16", "int8"), r"toml:10: dtypes .* got 'int8'"),
+        (FORM.replace("head_dim = 128\n", ""), r"toml:10: missing fields \['head_dim'"),
+    ],
+)
+def test_a_wrong_form_names_file_and_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(build.BuildError, match=message):
+        kernel_sources.load_backward_forms(write_table(tmp_path, ROW + text))
 
 
 def test_the_units_hold_every_row_of_the_real_table_once() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import json
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from jax_flash_metal.attention_library import AttentionLibrary, CallShape
 from plugin import build
 from tests.packaging.emulated_mac import PAGE, EmulatedMac, Jump
 from tests.support.tolerances import OTHER_CPU
+
+FAMILY = 8  # of the GPU of the emulated Mac
 
 pytestmark = pytest.mark.xdist_group("packaging")
 
@@ -85,18 +88,35 @@ def options(q_len: int) -> dict[str, np.ndarray]:
     }
 
 
+def plan_of(
+    library: Path,
+    which: str,
+    q_len: int,
+    *,
+    has_options: bool = False,
+    family: int = FAMILY,
+) -> dict[str, Any]:
+    """What the library for Linux plans for a GPU."""
+    linux = AttentionLibrary(ctypes.CDLL(str(library)))
+    problem, _ = describe_problem(which, q_len, has_options)
+    linux.set_gpu_family(family)
+    try:
+        return linux.plan(problem, which)
+    finally:
+        linux.set_gpu_family(-1)
+
+
 def kernels_of(
     library: Path, which: str, q_len: int, *, has_options: bool = False
 ) -> list[str]:
-    """What the library for Linux plans."""
-    linux = AttentionLibrary(ctypes.CDLL(str(library)))
-    problem, _ = describe_problem(which, q_len, has_options)
-    return linux.kernels(problem, which)
+    """Those of the plan."""
+    plan = plan_of(library, which, q_len, has_options=has_options)
+    return [launch["kernel"] for launch in plan["launches"]]
 
 
 def text_of(mac: EmulatedMac, name: str, *arguments: int) -> tuple[int, str]:
     """Calls a function of the C ABI that writes a text."""
-    size = 1 << 14
+    size = 1 << 16
     place = mac.import_malloc(size)
     code = mac.call(name, *arguments, place, size)
     return code, mac.text(place)
@@ -122,12 +142,13 @@ def test_the_planner_chooses_the_same_kernels(
     mac: EmulatedMac, library: Path, number: int
 ) -> None:
     linux = AttentionLibrary(ctypes.CDLL(str(library)))
+    mac.call("jfm_set_gpu_family", 0)  # without a device to ask
     for dtype, q_len in itertools.product(attention_library.DTYPES, (5, 37)):
         problem = attention_library.shape_problem(shape_of(q_len, dtype))
         place = mac.put(bytes(problem))
-        code, text = text_of(mac, "jfm_attention_kernels", place, number)
-        kernels = linux.kernels(problem, attention_library.PASSES[number])
-        assert (code, text.splitlines()) == (0, kernels)
+        code, text = text_of(mac, "jfm_attention_plan", place, number)
+        plan = linux.plan(problem, attention_library.PASSES[number])
+        assert (code, json.loads(text)) == (0, plan)
 
 
 @pytest.mark.parametrize("q_len", [5, 37])
@@ -137,17 +158,18 @@ def test_the_planner_chooses_the_same_kernels_for_options(
 ) -> None:
     which = attention_library.PASSES[number]
     place = make_problem(mac, which, q_len, has_options=True)
-    code, text = text_of(mac, "jfm_attention_kernels", place, number)
-    kernels = kernels_of(library, which, q_len, has_options=True)
-    assert (code, text.splitlines()) == (0, kernels)
-    assert len(kernels) > 1
+    mac.call("jfm_set_gpu_family", 0)
+    code, text = text_of(mac, "jfm_attention_plan", place, number)
+    plan = plan_of(library, which, q_len, has_options=True, family=0)
+    assert (code, json.loads(text)) == (0, plan)
+    assert len(plan["launches"]) > 1
 
 
 def test_wrong_sizes_are_refused_in_words(mac: EmulatedMac) -> None:
     problem = attention_library.shape_problem(shape_of(37))
     problem.num_heads = 3
     place = mac.put(bytes(problem))
-    code, text = text_of(mac, "jfm_attention_kernels", place, 0)
+    code, text = text_of(mac, "jfm_attention_plan", place, 0)
     assert code == 3
     assert "num_heads=3 and num_kv_heads=2" in text
 

@@ -18,7 +18,8 @@ TARGET = build.TARGETS[build.host_target()]
 ABI = {
     *("jfm_version", "jfm_abi_version", "jfm_set_threads"),
     *("jfm_attention_forward", "jfm_attention_backward", "jfm_attention_compile"),
-    *("jfm_attention_kernels", "jfm_device_facts", "jfm_kernel_digest"),
+    *("jfm_attention_plan", "jfm_device_facts", "jfm_kernel_digest"),
+    *("jfm_set_kernel_choices", "jfm_set_gpu_family", "jfm_set_score_gradient_limit"),
     *("jfm_attention_gradient", "jfm_set_cache_folder"),
     *("jfm_cpu_isas", "jfm_cpu_set_isa", "jfm_cpu_measure_peak"),
     *("jax_flash_metal_forward_v3", "jax_flash_metal_backward_v3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import platform
 import re
@@ -20,6 +21,7 @@ from tests.support import native
 from tests.support.native import NativeError, Problem, Tensor
 
 INVALID_ARGUMENT = 3
+OUT_OF_RANGE = 11
 
 
 def random_operands(seed: int = 0) -> dict[str, np.ndarray]:
@@ -549,7 +551,7 @@ def test_compile_runs_nothing() -> None:
 def test_unknown_pass(number: int) -> None:
     problem, _ = good_problem()
     text = ctypes.create_string_buffer(64)
-    for name in ("kernels", "compile"):
+    for name in ("plan", "compile"):
         function = getattr(native.load(), f"jfm_attention_{name}")
         code = function(ctypes.byref(problem), number, text, len(text))
         assert code == INVALID_ARGUMENT
@@ -579,18 +581,57 @@ def test_the_cpu_kernels_are_one_launch_each() -> None:
     try:
         for isa in native.cpu.cpu_isas():
             native.cpu.set_cpu_isa(isa)
-            kernels = native.cpu.kernels(problem, "forward")
+            plan = native.cpu.plan(problem, "forward")
+            kernels = [launch["kernel"] for launch in plan["launches"]]
             assert kernels == [f"cpu_forward_float32_{isa}"]
     finally:
         native.cpu.set_cpu_isa()
-    assert native.num_launches(problem, "forward") == 1
+    assert plan["launches"][0].keys() == metal_launch().keys()
+    assert (plan["family"], plan["form"], plan["scratch_bytes"]) == (0, "", {})
     native.cpu.compile(problem, "forward")
     assert np.isnan(arrays[-2]).all()
     problem.head_dim = 257
-    for act in (native.cpu.compile, native.cpu.kernels):
+    for act in (native.cpu.compile, native.cpu.plan):
         with pytest.raises(NativeError, match="head_dim must be between 1 and 256"):
             act(problem, "forward")
-    assert native.num_launches(problem, "forward") == -1
+
+
+def metal_launch() -> dict[str, Any]:
+    (launch,) = native.plan(good_problem()[0], "forward")["launches"][:1]
+    return launch
+
+
+def test_a_plan_that_does_not_fit_says_so() -> None:
+    problem, _alive = good_problem()
+    function = native.load().jfm_attention_plan
+    whole = ctypes.create_string_buffer(1 << 16)
+    assert function(ctypes.byref(problem), 0, whole, len(whole)) == 0
+    assert whole.value.startswith(b'{"class": "float32 d8 v4 q8 k8 n16 g2", "family"')
+    assert whole.value.endswith(b"]}\n")
+    size = len(whole.value) + 1
+    plan = json.loads(whole.value)
+    del plan["launches"]
+    text = ctypes.create_string_buffer(size)
+    assert function(ctypes.byref(problem), 0, text, size) == 0
+    assert text.value == whole.value
+    for given in (size - 1, 4096):
+        assert function(ctypes.byref(problem), 0, text, given) == OUT_OF_RANGE
+        short = json.loads(text.value)
+        assert size <= short.pop("needed") <= len(whole)
+        assert short == plan
+    assert function(ctypes.byref(problem), 0, text, 70) == OUT_OF_RANGE
+    assert text.value == whole.value[:69]
+    assert function(ctypes.byref(problem), 0, None, 0) == OUT_OF_RANGE
+    assert function(None, 0, whole, len(whole)) == INVALID_ARGUMENT
+    assert whole.value == b"problem is a null pointer."
+
+
+def test_choices_may_be_null() -> None:
+    function = native.load().jfm_set_kernel_choices
+    error = ctypes.create_string_buffer(b"old news", 64)
+    assert function(None, error, 64) == 0
+    assert error.value == b""
+    assert function(b"x", None, 0) == INVALID_ARGUMENT
 
 
 def test_unknown_instruction_set() -> None:

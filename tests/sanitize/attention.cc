@@ -312,9 +312,11 @@ void CAbi(JfmBackend backend) {
   Problem problem;
   problem.c.backend = backend;
   for (int pass : {JFM_FORWARD, JFM_BACKWARD, JFM_GRADIENT}) {
-    CHECK(jfm_attention_kernels(&problem.c, pass, error, sizeof(error)) == 0);
-    CHECK(std::strlen(error) > 0);
-    CHECK(jfm_attention_num_launches(&problem.c, pass) > 0);
+    const int too_small = backend == JFM_CPU ? 0 : 11;
+    CHECK(jfm_attention_plan(&problem.c, pass, error, sizeof(error)) == too_small);
+    std::vector<char> plan(1 << 16);
+    CHECK(jfm_attention_plan(&problem.c, pass, plan.data(), plan.size()) == 0);
+    CHECK(std::strstr(plan.data(), "\"kernel\": \"") != nullptr);
     CHECK(jfm_attention_compile(&problem.c, pass, error, sizeof(error)) == 0);
   }
   problem.c.key.size_bytes = 4;

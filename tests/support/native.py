@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +102,46 @@ def kernels(
 
 def num_launches(problem: Problem, which: str | bool) -> int:
     """Launches of a pass."""
-    function = load().jfm_attention_num_launches
-    function.restype = ctypes.c_int64
-    return function(ctypes.byref(problem), PASSES.index(_pass(which)))
+    return AttentionLibrary(load()).num_launches(problem, _pass(which))
+
+
+def plan(
+    problem: Problem, which: str | bool, library: ctypes.CDLL | None = None
+) -> dict[str, Any]:
+    """What a pass launches, see AttentionLibrary.plan."""
+    return AttentionLibrary(library or load()).plan(problem, _pass(which))
+
+
+@contextlib.contextmanager
+def planning(
+    *,
+    family: int = -1,
+    choices: str = "",
+    score_gradient_limit: int = 0,
+    max_launch_work: float = 0,
+    library: ctypes.CDLL | None = None,
+) -> Iterator[None]:
+    """Plans are made with these settings meanwhile, and with the defaults after it.
+
+    Args:
+      family: Of the GPU; -1: the device's.
+      choices: Lines as jfm_set_kernel_choices takes them.
+      score_gradient_limit: Bytes; 0: the default.
+      max_launch_work: Floating-point operations; 0: the default.
+    """
+    loaded = library or load()
+    settings = AttentionLibrary(loaded)
+    settings.set_kernel_choices(choices)
+    settings.set_gpu_family(family)
+    settings.set_score_gradient_limit(score_gradient_limit)
+    loaded.jfm_set_max_launch_work(ctypes.c_double(max_launch_work))
+    try:
+        yield
+    finally:
+        settings.set_kernel_choices("")
+        settings.set_gpu_family(-1)
+        settings.set_score_gradient_limit(0)
+        loaded.jfm_set_max_launch_work(ctypes.c_double(0))
 
 
 def _pass(which: str | bool) -> str:

@@ -26,9 +26,12 @@ _missing: list[str] = []
 
 def host_name(row: dict, dtype: str) -> str:
     """The name under which a row and dtype is instantiated."""
+    columns = row.get("block_d", row["head_dim"])
     return (
         f"{row['kernel']}_{dtype}_d{row['head_dim']}"
-        f"_q{row['block_q']}_k{row['block_kv']}_s{row['num_simdgroups']}"
+        f"_q{row['block_q']}_k{row['block_kv']}_b{columns}_s{row['num_simdgroups']}"
+        f"{'_device' * (row.get('loads') == 'device')}"
+        f"{'_paired' * (row.get('roles') == 2)}"
     )
 
 

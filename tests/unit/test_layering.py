@@ -7,15 +7,15 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "jax_flash_metal"
 
-# From the public functions down. `platforms` and `kernel_proof` are imported by
-# `lowering` when a program with custom calls is lowered; they read its table.
+# From the public functions down. `platforms`, `kernel_proof` and `tunings` are imported
+# by `lowering` when a program with custom calls is lowered; they read its table.
 LAYERS = [
     ("__init__", "__main__"),
-    ("doctor", "bench"),
+    ("doctor", "bench", "counts"),
     ("doctor_checks", "bench_worker"),
     ("doctor_report", "bench_report"),
     ("bench_measure",),
-    ("flax", "export"),
+    ("flax", "export", "autotuner"),
     ("api",),
     ("checks", "support", "autodiff"),
     ("primitives",),
@@ -25,12 +25,16 @@ LAYERS = [
     ("program_graph",),
     ("call_records", "compile_options"),
     ("stablehlo",),
+    ("tunings",),
     ("kernel_proof",),
     ("kernel_cases",),
     ("platforms",),
     ("lowering",),
-    ("sharding", "reference"),
-    ("attention_library", "variant_table", "benchmark_shapes"),
+    ("sharding", "reference", "kernel_choices"),
+    ("gpu_report", "gpu_published"),
+    ("gpu_model",),
+    ("gpu_counts",),
+    ("attention_library", "variant_table", "benchmark_shapes", "gpu_chips"),
     ("config", "hosts", "plan", "crashes", "_jax_compat", "_version"),
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

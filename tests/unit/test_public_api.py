@@ -32,6 +32,7 @@ def test_names():
         "Explanation",
         "SegmentIds",
         "__version__",
+        "autotune",
         "dot_product_attention",
         "explain",
         "flash_attention",

@@ -55,7 +55,9 @@ def test_supported(dtype, head_dim):
     explanation = jax_flash_metal.explain(
         *arguments, implementation="metal", platform="cpu"
     )
-    assert str(explanation) == "metal: the kernels run on the software Metal device."
+    assert explanation.implementation == "metal"
+    assert explanation.reason == "the kernels run on the software Metal device."
+    assert explanation.kernels.startswith("forward d")
 
 
 @pytest.fixture
@@ -96,7 +98,9 @@ def test_the_kernels_take_all_features_together():
     explanation = jax_flash_metal.explain(
         *qkv(), **everything(), implementation="metal", platform="cpu"
     )
-    assert str(explanation) == "metal: the kernels run on the software Metal device."
+    assert explanation.implementation == "metal"
+    assert explanation.reason == "the kernels run on the software Metal device."
+    assert explanation.kernels.startswith("forward d")
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
@@ -195,9 +199,9 @@ def test_explain_takes_arrays_and_positional_arguments():
 
 def test_explain_on_our_platform():
     explanation = jax_flash_metal.explain(*qkv(), platform="flash_metal")
-    assert str(explanation) == (
-        "metal: the kernels run on the software Metal device, everything around them "
-        "on the host plugin."
+    assert explanation.reason == (
+        "the kernels run on the software Metal device, everything around them on the "
+        "host plugin."
     )
 
 
