@@ -21,7 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_flash_metal import bench_measure, bench_report, gpu_report
+from jax_flash_metal import (
+    bench_measure,
+    bench_report,
+    command_options,
+    gpu_report,
+)
 from jax_flash_metal._version import __version__
 from jax_flash_metal.bench_measure import (
     Case,
@@ -69,7 +74,11 @@ def add_command(commands: Any) -> None:
     )
     for option, meaning in _SIZE_OPTIONS.items():
         sizes.add_argument(
-            f"--{option}", type=_count, nargs="+", metavar="N", help=meaning
+            f"--{option}",
+            type=command_options.count,
+            nargs="+",
+            metavar="N",
+            help=meaning,
         )
     sizes.add_argument(
         "--dtype", choices=DTYPES, nargs="+", default=["float32"], help="(float32)"
@@ -94,20 +103,23 @@ def add_command(commands: Any) -> None:
     add(
         "--platform",
         choices=PLATFORMS,
-        default=_default_platform(),
-        help="of the implementations in JAX (default here: %(default)s)",
+        help=f"of the implementations in JAX (default here: {_default_platform()})",
     )
-    add("--threads", type=_count, metavar="N", help="CPUs for every process (all)")
+    add(
+        "--threads",
+        type=command_options.count,
+        metavar="N",
+        help="CPUs for every process (all)",
+    )
     add(
         "--rounds",
-        type=_count,
-        default=Settings.rounds,
+        type=command_options.count,
         metavar="N",
-        help="samples, at most (default: %(default)s)",
+        help=f"samples, at most (default: {Settings.rounds})",
     )
     add(
         "--time-budget",
-        type=_seconds,
+        type=command_options.seconds,
         metavar="S",
         help="seconds for everything; cases that do not fit are listed",
     )
@@ -143,20 +155,6 @@ _SIZE_OPTIONS = {
     "q-len": "of queries, if it is another one",
     "head-dim": "width of a head",
 }
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, but is {text}")
-    return value
 
 
 def _default_platform() -> str:
@@ -219,9 +217,14 @@ def implementations_of(options: argparse.Namespace) -> list[str]:
     """Those that are asked for, or that this machine has; the first is ours."""
     if options.implementations:
         return list(dict.fromkeys(options.implementations))
-    ours = "metal" if options.platform == "flash_metal" else "cpu"
+    ours = "metal" if platform_of(options) == "flash_metal" else "cpu"
     others = [name for name in ("torch", "mlx") if importlib.util.find_spec(name)]
     return [ours, "jax.nn", "xla", *others]
+
+
+def platform_of(options: argparse.Namespace) -> str:
+    """The one that is asked for, or that JAX takes here."""
+    return options.platform or _default_platform()
 
 
 def _cpus_of(options: argparse.Namespace) -> tuple[int, ...] | None:
@@ -243,14 +246,35 @@ _PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 def _check_files(options: argparse.Namespace) -> None:
     """Raises ValueError: what is measured could not be written."""
     for option, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(
-                f"{option} {path} cannot be written: it is a folder, or its folder is "
-                "not there."
-            )
+        if path is not None:
+            command_options.check_writable(option, path)
     if options.plot and options.plot.suffix not in _PLOT_SUFFIXES:
         endings = ", ".join(_PLOT_SUFFIXES)
         raise ValueError(f"--plot {options.plot} must end in one of {endings}.")
+
+
+# What is about measuring.
+_NOT_WITH_MODEL = (
+    *("implementations", "platform", "threads", "rounds", "time_budget", "json"),
+    *("plot", "tune", "baseline"),
+)
+# Seconds for each case and chip.
+_MAX_MODEL_WORK = 10**13
+
+
+def _check_model(options: argparse.Namespace, cases: Sequence[Case]) -> None:
+    """Raises ValueError: --model does not go with these options, or sizes."""
+    for name in _NOT_WITH_MODEL:
+        if getattr(options, name) not in (None, False):
+            option = name.replace("_", "-")
+            raise ValueError(
+                f"--{option} is not for --model, which measures nothing and prints a "
+                "table."
+            )
+    for case in cases:
+        why = "the model goes through every block of queries"
+        command_options.check_size(case.shape, _MAX_MODEL_WORK, why)
+        command_options.check_head_dim(case.shape, case.dtype)
 
 
 # -- The run ---------------------------------------------------------------------------
@@ -259,7 +283,12 @@ def _check_files(options: argparse.Namespace) -> None:
 def run_command(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
     try:
-        cases, cpus = cases_of(options), _cpus_of(options)
+        cases = cases_of(options)
+        if options.model is not None:
+            _check_model(options, cases)
+            print_model(options.model or gpu_report.DEFAULT_CHIPS, cases)
+            return EXIT_OK
+        cpus = _cpus_of(options)
         baseline = (
             bench_report.read_baseline(options.baseline) if options.baseline else None
         )
@@ -277,15 +306,14 @@ def run_command(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    if options.model is not None:
-        print_model(options.model or gpu_report.DEFAULT_CHIPS, cases)
-        return EXIT_OK
-    settings = Settings(options.rounds, platform=options.platform)
+    settings = Settings(
+        options.rounds or Settings.rounds, platform=platform_of(options)
+    )
     report = bench_report.Report(
         package_version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
         command=" ".join(("python -m jax_flash_metal", *sys.argv[1:])),
-        machine=machine_facts(cpus, options.platform),
+        machine=machine_facts(cpus, settings.platform),
         baseline=baseline,
     )
     if baseline is not None:

@@ -18,17 +18,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_flash_metal import command_options, gpu_counts
 from jax_flash_metal.benchmark_shapes import DTYPES, AttentionShape
 from jax_flash_metal.variant_table import Variant, variants
 
-# Apple's GPU families: M1 (and what is not known), M2's tiles, M3 and M4.
+# Apple's GPU families: 7 is M1, 8 M2, 9 M3 and M4. 0 is none of them, as the software
+# device: the rows that a GPU takes of which nothing is known.
 FAMILIES = (0, 7, 8, 9)
 FORMS = ("A", "B")
 DEFAULT_SHAPES = ((1, 2, 256, 64), (1, 2, 256, 128))  # B N L D: seconds each
 # Estimates of registers and code size, where tools/kernel_resources.py has made them.
 RESOURCES = Path(__file__).parent / "kernel_resources.json"
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FRAGMENT = 8  # rows and columns of a matrix product's operands
 
 
@@ -105,7 +106,6 @@ TILINGS = {
         owned=(),
         sums=1,
         blocks_of_scores=0,
-        owned_statistics=("statistics",),
         shared={"key": 1},
         results=("dquery",),
         reads_scores=True,
@@ -173,22 +173,10 @@ def scores_block(variant: Variant) -> tuple[int, int]:
 
 
 def keeps_rows(variant: Variant) -> bool:
-    """Whether a simdgroup keeps the rows it owns, as attention_common.h has it.
-
-    In a lane's registers: 2 numbers of each 8x8 fragment, sums and scores up to 72.
-    """
-    tiling, item = TILINGS[variant.kernel], _ITEM_BYTES[variant.dtype]
-    owns_queries = tiling.rows == "query"
-    own, other = variant.block_q, variant.block_kv
-    if not owns_queries:
-        own, other = other, own
-    rows = own * variant.roles // (_FRAGMENT * variant.num_simdgroups)
-    width = variant.head_dim // _FRAGMENT
-    sums, scores = tiling.sums * width, tiling.blocks_of_scores * other // _FRAGMENT
-    others = 2 * rows * (sums + scores) // variant.roles
-    operands = len(tiling.owned) // variant.roles
-    kept = operands * rows * variant.head_dim * item // 16
-    return kept + others <= 72
+    """Whether a simdgroup keeps the rows it owns; of a pair, each its half of them."""
+    tiling = TILINGS[variant.kernel]
+    numbers = (len(tiling.owned), tiling.sums, tiling.blocks_of_scores)
+    return gpu_counts.keeps_rows(variant, *(n // variant.roles for n in numbers))
 
 
 def least_device_bytes(
@@ -217,7 +205,7 @@ def least_device_bytes(
     Returns:
       None for a kernel that this does not describe.
     """
-    shape, item = problem.shape, _ITEM_BYTES[problem.dtype]
+    shape, item = problem.shape, gpu_counts.ITEM_BYTES[problem.dtype]
     matrix_row = item * shape.head_dim
 
     def row_bytes(names: Sequence[str]) -> int:
@@ -260,7 +248,8 @@ def least_device_bytes(
     written = sums or rows * row_bytes(tiling.results)
 
     def score_bytes(blocks: Sequence[tuple[int, int]]) -> int:
-        return heads * item * sum(queries * keys for queries, keys in blocks)
+        size = gpu_counts.GRADIENT_BYTES[problem.dtype]
+        return heads * size * sum(queries * keys for queries, keys in blocks)
 
     if tiling.reads_scores:  # fragments; for each block of the columns that a grid has
         fragments = problem.visible_blocks(_FRAGMENT, _FRAGMENT)
@@ -563,8 +552,9 @@ def kernel_resources(path: Path | None = None) -> dict[str, dict[str, Any]]:
     path = path or RESOURCES
     if not path.is_file():
         return {}
-    resources: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return resources
+    kernels: dict[str, dict[str, Any]]
+    kernels = json.loads(path.read_text(encoding="utf-8"))["kernels"]
+    return kernels
 
 
 # -- The command -----------------------------------------------------------------------
@@ -582,7 +572,7 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add(
         "--shape",
-        type=_count,
+        type=command_options.count,
         nargs=4,
         action="append",
         metavar=("B", "N", "L", "D"),
@@ -590,8 +580,18 @@ def add_command(commands: Any) -> None:
         + " and ".join(" ".join(map(str, shape)) for shape in DEFAULT_SHAPES)
         + ")",
     )
-    add("--num-kv-heads", type=_count, metavar="K", help="(as many as heads)")
-    add("--q-len", type=_count, metavar="T", help="of queries (the length)")
+    add(
+        "--num-kv-heads",
+        type=command_options.count,
+        metavar="K",
+        help="(as many as heads)",
+    )
+    add(
+        "--q-len",
+        type=command_options.count,
+        metavar="T",
+        help="of queries (the length)",
+    )
     add("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="(float32)")
     add("--causal", action="store_true", help="with a causal mask")
     add(
@@ -605,20 +605,13 @@ def add_command(commands: Any) -> None:
     add("--json", action="store_true", help="everything that was counted, as JSON")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
-    return value
-
-
 def run_command(options: argparse.Namespace) -> int:
     """Counts and prints; the exit status."""
-    problems = [
-        Problem(_shape(options, sizes), dtype, options.causal)
-        for sizes in options.shape or DEFAULT_SHAPES
-        for dtype in options.dtype
-    ]
+    try:
+        problems = _problems(options)
+    except ValueError as error:
+        print(f"counts: {error}", file=sys.stderr)
+        return 2
     try:
         library = load_library()
         results = [
@@ -642,11 +635,38 @@ def run_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def _problems(options: argparse.Namespace) -> list[Problem]:
+    """Those that are asked for.
+
+    Raises:
+      ValueError: One that cannot be counted.
+    """
+    problems = []
+    for sizes in options.shape or DEFAULT_SHAPES:
+        shape = _shape(options, sizes)
+        command_options.check_size(shape, _MAX_WORK, "the kernels run on this CPU")
+        if options.form is not None and shape.num_queries <= gpu_counts.SHORT_QUERY:
+            where = f"--q-len {options.q_len}" if options.q_len else f"{shape}"
+            raise ValueError(
+                f"--form {options.form} is for more than {gpu_counts.SHORT_QUERY} "
+                f"queries, fewer have kernels of their own, but {where} has "
+                f"{shape.num_queries}."
+            )
+        for dtype in options.dtype:
+            command_options.check_head_dim(shape, dtype)
+            problems.append(Problem(shape, dtype, options.causal))
+    return problems
+
+
+# Minutes. The defaults are 0.8 and 1.7e7.
+_MAX_WORK = 10**10
+
+
 def _shape(options: argparse.Namespace, sizes: Sequence[int]) -> AttentionShape:
     batch_size, num_heads, length, head_dim = sizes
     num_kv_heads = options.num_kv_heads or num_heads
     if num_heads % num_kv_heads:
-        raise SystemExit(
+        raise ValueError(
             f"--num-kv-heads must divide the number of heads, but is {num_kv_heads} of "
             f"{num_heads}."
         )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from jax_flash_metal import crashes, hosts
+from jax_flash_metal import command_options, crashes, hosts
 from jax_flash_metal._version import __version__
 from jax_flash_metal.benchmark_shapes import SHAPE_SETS
 from jax_flash_metal.doctor_report import (
@@ -34,7 +34,7 @@ from jax_flash_metal.doctor_report import (
     sentence,
 )
 
-EXIT_OK, EXIT_FAILED = 0, 1
+EXIT_OK, EXIT_FAILED, EXIT_WRONG_OPTIONS = 0, 1, 2
 DEFAULT_REPORT = "jax-flash-metal-report.txt"
 _DEFAULT_TIME_BUDGET = 30.0
 _OLDEST_MACOS = 14
@@ -46,6 +46,12 @@ def run_command(options: argparse.Namespace) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # Of a terminal that has no "±": better a "?" than no report.
             stream.reconfigure(errors="replace")
+    if options.report is not None:
+        try:
+            command_options.check_writable("--report", options.report)
+        except ValueError as error:
+            print(f"doctor: {error}", file=sys.stderr)
+            return EXIT_WRONG_OPTIONS
     progress = _Progress()
     report = run(options.shapes, options.time_budget, progress.show, tune=options.tune)
     progress.clear()
@@ -83,7 +89,7 @@ def add_command(commands: Any) -> None:
     )
     doctor.add_argument(
         "--time-budget",
-        type=_seconds,
+        type=command_options.seconds_or_none,
         default=_DEFAULT_TIME_BUDGET,
         metavar="S",
         help="seconds for the timing table, 0 for none (default: %(default).0f)",
@@ -94,13 +100,6 @@ def add_command(commands: Any) -> None:
         help="measure which kernels are fastest for these sizes and keep that for "
         "later programs; for another --time-budget",
     )
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be at least 0, but is {text}")
-    return value
 
 
 def run(

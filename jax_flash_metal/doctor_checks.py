@@ -226,7 +226,7 @@ class _Tested:
     """What the cases say that were run so far.
 
     Attributes:
-      verdicts: The worst ones, by KernelCase.key.
+      verdicts: The worst ones, by KernelCase.keys.
       compile_ms: By the kernels' names.
     """
 
@@ -249,15 +249,16 @@ class _Tested:
         from jax_flash_metal.kernel_cases import Verdict
 
         try:
-            names: list[str] = case.kernels(library)
+            keys: dict[str, str] = case.keys(library)
         except AttentionError:
             return []  # the table has no row of a kernel of this pass for it
+        names = list(keys)
         if not any(case.judges(name) for name in names):
             return []  # of kernels that another row's case proves
         if str(number) in crashes:
             for name in names:
                 how = Verdict(None, f"its test {crashes[str(number)]}")
-                self._keep(case.key(name), how)
+                self._keep(keys[name], how)
             return names
         doing = f"testing {', '.join(names)} (case {number + 1} of {total})"
         events.progress(doing, case=number)

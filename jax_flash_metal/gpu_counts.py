@@ -21,6 +21,8 @@ from jax_flash_metal.benchmark_shapes import AttentionShape
 from jax_flash_metal.variant_table import Variant
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Of the score gradient in form B's scratch.
+GRADIENT_BYTES = {"float32": 4, "float16": 4, "bfloat16": 2}
 
 # Rules of plugin/attention (plan_builder.h, plan_backward.cc, plan_context.h).
 _TARGET_SIMDGROUPS = 1024
@@ -28,6 +30,8 @@ _MAX_PARTIAL_BYTES = 16 << 20
 _MIN_QUERIES_PER_PART = 1024
 SCORE_GRADIENT_LIMIT = 64 << 20
 _CHUNK_KEYS = 128
+# Up to so many queries have kernels of their own, which no formula here describes.
+SHORT_QUERY = 8
 
 # 32-bit registers per lane for addresses, lengths, loops, row statistics. Assumption.
 _OTHER_REGISTERS = 30
@@ -180,6 +184,31 @@ def row_fragments(variant: Variant) -> int:
     return variant.block_q // (8 * variant.num_simdgroups)
 
 
+def other_fragments(variant: Variant) -> int:
+    """Fragments of 8 rows of the other side's block."""
+    is_dkv = variant.kernel == "attention_backward_dkv"
+    return (variant.block_q if is_dkv else variant.block_kv) // 8
+
+
+def keeps_rows(
+    variant: Variant, num_operands: int, num_sums: int, num_scores: int
+) -> bool:
+    """Whether a simdgroup keeps the rows it owns, as attention_common.h has it.
+
+    In a lane's registers: 2 numbers of each 8x8 fragment, sums and scores up to 72.
+
+    Args:
+      num_operands: Of whose rows a simdgroup owns some.
+      num_sums: Results that it sums meanwhile.
+      num_scores: Blocks of scores that it has at a time.
+    """
+    rows, size = row_fragments(variant), ITEM_BYTES[variant.dtype]
+    sums = num_sums * variant.head_dim // 8
+    others = 2 * rows * (sums + num_scores * other_fragments(variant))
+    kept = num_operands * rows * variant.head_dim * size // 16
+    return kept + others <= _KEEP_LIMIT
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tiling:
     """The sizes of a row that the formulas share."""
@@ -199,8 +228,7 @@ class _Tiling:
     @property
     def others(self) -> int:
         """Fragments of the other side."""
-        v = self.variant
-        return (v.block_q if v.kernel == "attention_backward_dkv" else v.block_kv) // 8
+        return other_fragments(self.variant)
 
     @property
     def columns(self) -> int:
@@ -217,6 +245,11 @@ class _Tiling:
         return 64 * self.size
 
     @property
+    def gradient_size(self) -> int:
+        """Bytes of an element of the score gradient in scratch."""
+        return GRADIENT_BYTES[self.variant.dtype]
+
+    @property
     def is_shared(self) -> bool:
         """Whether tiles are in threadgroup memory."""
         return self.variant.loads == "threadgroup"
@@ -227,11 +260,7 @@ class _Tiling:
         return math.ceil(self.head_dim / self.variant.block_d)
 
     def keeps(self, num_operands: int, num_sums: int, num_scores: int) -> bool:
-        """keeps_rows() of attention_common.h."""
-        columns = self.variant.head_dim // 8
-        others = 2 * self.rows * (num_sums * columns + num_scores * self.others)
-        kept = num_operands * self.rows * self.variant.head_dim * self.size // 16
-        return kept + others <= _KEEP_LIMIT
+        return keeps_rows(self.variant, num_operands, num_sums, num_scores)
 
     def registers(
         self, num_operands: int, num_sums: int, num_scores: int, num_loaded: int
@@ -481,16 +510,30 @@ class Chunk:
     end_key: int
 
 
+def _gradient_bytes(shape: AttentionShape, dtype: str, keys: int) -> int:
+    """Of the score gradient of a key-value head, with all its query heads."""
+    groups = shape.num_heads // shape.num_kv_heads
+    queries = math.ceil(shape.num_queries / 8) * 8
+    return groups * queries * math.ceil(keys / 8) * 8 * GRADIENT_BYTES[dtype]
+
+
+def _keeps_to_limit(shape: AttentionShape, dtype: str, limit: int) -> bool:
+    """Whether form B does: for a head at a time, or the fewest keys and sums of dQ."""
+    groups = shape.num_heads // shape.num_kv_heads
+    sums = groups * shape.num_queries * shape.head_dim * 4
+    return (
+        _gradient_bytes(shape, dtype, shape.length) <= limit
+        or _gradient_bytes(shape, dtype, _CHUNK_KEYS) + sums <= limit
+    )
+
+
 def chunks(
     shape: AttentionShape, variant: Variant, limit: int = SCORE_GRADIENT_LIMIT
 ) -> Iterator[Chunk]:
     """The chunks of form B, whose score gradients take at most `limit` bytes each."""
-    groups = shape.num_heads // shape.num_kv_heads
-    size = ITEM_BYTES[variant.dtype]
-    queries = math.ceil(shape.num_queries / 8) * 8
 
     def num_bytes(keys: int) -> int:
-        return groups * queries * math.ceil(keys / 8) * 8 * size
+        return _gradient_bytes(shape, variant.dtype, keys)
 
     units = limit // num_bytes(shape.length)
     batches, heads, keys = 1, 1, shape.length
@@ -557,7 +600,7 @@ def backward_dkv(
         block.loads += own * t.others
         block.addresses += own * t.others
         block.alu += elements
-        block.device_write += own * t.others * t.fragment
+        block.device_write += own * t.others * 64 * t.gradient_size
     parts, per_part = num_parts(shape, variant)
     out_size = 4 if parts > 1 else t.size
     fixed.loads += own * 2 * t.columns
@@ -586,7 +629,7 @@ def backward_dkv(
         * groups_of_heads
         * shape.num_queries
         * (chunk.end_key - chunk.first_key)
-        * t.size
+        * t.gradient_size
         if writes
         else 0
     )
@@ -671,7 +714,7 @@ def dq_product(
     # The score gradient lies transposed: two loads.
     block.loads += 2 * own
     block.addresses += own
-    block.device_read += own * t.fragment
+    block.device_read += own * 64 * t.gradient_size
     block.phases = 1
     groups_of_heads = shape.num_heads // shape.num_kv_heads
     is_whole = chunk.end_key - chunk.first_key == shape.length
@@ -679,7 +722,7 @@ def dq_product(
     # Chunks of keys leave the sums in float32 and go on with them.
     width = shape.head_dim / t.num_tiles
     fixed.device_write = own * 8 * width * (t.size if is_whole else 4)
-    fixed.device_read = own * (32 * 4 if is_whole else 8 * width * 4)
+    fixed.device_read = own * (0 if is_whole else 8 * width * 4)
     groups = []
     rows = 8 * t.rows
     for first in range(0, shape.num_queries, variant.block_q):
@@ -691,7 +734,7 @@ def dq_product(
         groups.append((steps / t.owners, 0))
     pairs = chunk.num_batches * chunk.num_kv_heads * groups_of_heads
     num_keys = chunk.end_key - chunk.first_key
-    gradient = pairs * shape.num_queries * num_keys * t.size
+    gradient = pairs * shape.num_queries * num_keys * t.gradient_size
     share = chunk.num_batches * chunk.num_kv_heads
     all_heads = shape.batch_size * shape.num_kv_heads
     registers = 2 * t.rows * math.ceil(columns) + (t.rows + 2) * t.size // 2
@@ -763,8 +806,13 @@ class Rows:
     form: str
 
 
-def default_rows(shape: AttentionShape, dtype: str, family: int) -> Rows:
-    """Those of the planner on a GPU of the family."""
+def default_rows(
+    shape: AttentionShape,
+    dtype: str,
+    family: int,
+    limit: int = SCORE_GRADIENT_LIMIT,
+) -> Rows:
+    """Those of the planner on a GPU of the family; `limit`: bytes of form B's scratch."""
 
     def row(kernel: str) -> Variant:
         return default_variant(kernel, dtype, shape.head_dim, family)
@@ -782,7 +830,9 @@ def default_rows(shape: AttentionShape, dtype: str, family: int) -> Rows:
         optional("attention_backward_dq"),
         optional("attention_backward_dq_product"),
         optional("attention_backward_dkv_combine"),
-        default_form(dtype, shape.head_dim, family, shape.num_queries * shape.length),
+        default_form(dtype, shape.head_dim, family, shape.num_queries * shape.length)
+        if _keeps_to_limit(shape, dtype, limit)
+        else "A",
     )
 
 

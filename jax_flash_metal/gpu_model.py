@@ -48,6 +48,9 @@ from jax_flash_metal.gpu_chips import (
 from jax_flash_metal.gpu_counts import ITEM_BYTES, Launch, Rows, Work
 from jax_flash_metal.variant_table import Variant, variants
 
+# Of form B's scratch (plugin/attention/plan_context.h); a Mac's memory allows it.
+_GRADIENT_BYTES_PER_CORE = 24 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
@@ -249,8 +252,28 @@ def attention_seconds(
     rows: Rows | None = None,
 ) -> float:
     """Of this package's kernels, with the rows of the table unless others are given."""
-    rows = rows or gpu_counts.default_rows(shape, dtype, chip.family)
-    return seconds_of(chip, gpu_counts.launches(shape, rows, pass_, is_causal))
+    return seconds_of(
+        chip, attention_launches(chip, shape, dtype, pass_, is_causal, rows)
+    )
+
+
+def attention_launches(
+    chip: Chip,
+    shape: AttentionShape,
+    dtype: str,
+    pass_: str,
+    is_causal: bool,
+    rows: Rows | None = None,
+) -> list[Launch]:
+    """Those of a pass on the chip, with the rows of the table unless others are given."""
+    limit = score_gradient_limit(chip)
+    rows = rows or gpu_counts.default_rows(shape, dtype, chip.family, limit)
+    return gpu_counts.launches(shape, rows, pass_, is_causal, limit)
+
+
+def score_gradient_limit(chip: Chip) -> int:
+    """Bytes of form B's scratch on the chip."""
+    return max(gpu_counts.SCORE_GRADIENT_LIMIT, chip.cores * _GRADIENT_BYTES_PER_CORE)
 
 
 # Operations of forward and of the five-product backward in units of q_len·kv_len.

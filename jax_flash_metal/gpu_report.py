@@ -13,8 +13,10 @@ NOTE = (
     "A model, not a measurement: no Apple GPU was there. Its constants and how far it "
     "is off where others have measured: docs/model.md."
 )
-# Short queries have kernels of their own, which the model does not describe.
-_SHORT_QUERY = 8
+WHY_NOT_MODELLED = (
+    f"up to {gpu_counts.SHORT_QUERY} queries have kernels of their own, which the model "
+    "does not describe"
+)
 
 _HEADER = (
     "chip",
@@ -32,7 +34,7 @@ _HEADER = (
 
 def is_modelled(shape: AttentionShape) -> bool:
     """Whether there are predictions of a shape."""
-    return shape.num_queries > _SHORT_QUERY
+    return shape.num_queries > gpu_counts.SHORT_QUERY
 
 
 def row(
@@ -42,9 +44,8 @@ def row(
     mask = "causal" if is_causal else "none"
     cells = [chip.name, str(shape), dtype, mask, pass_]
     if not is_modelled(shape):
-        return [*cells, "not modelled", "", "", "", ""]
-    rows = gpu_counts.default_rows(shape, dtype, chip.family)
-    launches = gpu_counts.launches(shape, rows, pass_, is_causal)
+        return [*cells, "not modelled", "", "", "", WHY_NOT_MODELLED]
+    launches = gpu_model.attention_launches(chip, shape, dtype, pass_, is_causal)
     ours = gpu_model.seconds_of(chip, launches)
     unfused = gpu_model.unfused_seconds(chip, shape, dtype, pass_, is_causal)
     share = gpu_model.share_of_peak(chip, shape, pass_, is_causal, ours)

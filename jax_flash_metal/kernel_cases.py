@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ TOLERANCES: dict[str, dict[str, tuple[float, float]]] = {
 _HAVE_OPTIONS = frozenset(
     f"attention_{name}"
     for name in (
-        *("forward", "backward_dq", "backward_dkv"),
+        *("forward", "backward_dq", "backward_dq_product", "backward_dkv"),
         *("short_forward", "short_forward_combine", "short_dq"),
     )
 )
@@ -122,10 +122,14 @@ class KernelCase:
             head_dim = max(1, self.row_head_dim - 3)
             value_head_dim = max(1, self.row_head_dim - 9)
         num_heads = 4
-        if self.is_grouped:  # so few queries, for there are so many heads
+        if self.is_grouped:
             q_len, kv_len, num_heads = _GROUPED_SIZES
         widths = (head_dim, value_head_dim)
         return CallShape(self.dtype, q_len, kv_len, num_heads, 2, *widths)
+
+    @property
+    def batch_size(self) -> int:
+        return 1 if self.is_grouped else 2  # these have heads enough
 
     @property
     def q_offset(self) -> int:
@@ -134,7 +138,7 @@ class KernelCase:
         # Some keys are hidden from all queries. 1: of the keys that a tile of queries
         # sees, the last is the first of a tile of keys. With the CPU's lengths it would
         # hide all of the second block of keys.
-        if self.backend == "metal" and not self.is_short:
+        if self.backend == "metal" and not (self.is_short or self.is_grouped):
             return 1
         return self.shape.kv_len - self.shape.q_len - 2
 
@@ -154,7 +158,7 @@ class KernelCase:
         sizes, dtype = sizes_of(self.shape), NUMPY_DTYPES[self.dtype]
         empty = {
             name: np.empty(
-                (_BATCH_SIZE, *(sizes[letter] for letter in DIMS[name])),
+                (self.batch_size, *(sizes[letter] for letter in DIMS[name])),
                 np.float32 if name in STATISTICS else dtype,
             )
             for name in names
@@ -184,8 +188,16 @@ class KernelCase:
         with kernel_choices.forced(library, (shape_class, self.which), choice):
             yield
 
-    def key(self, name: str) -> str:
-        """What a verdict of this case on a kernel is kept under."""
+    def keys(self, library: AttentionLibrary) -> dict[str, str]:
+        """What its verdicts are kept under, by the names of the kernels that it runs.
+
+        Which kernels these are says what one of them writes, be it chosen or not.
+        """
+        names = self.kernels(library)
+        is_form_b = has_form_b(names)
+        return {name: self._key(name, is_form_b) for name in names}
+
+    def _key(self, name: str, is_form_b: bool) -> str:
         of = f" of {'shared ' * self.is_short}{self.of}"
         if self.backend == "cpu":  # one kernel for all of a pass
             short = " for few queries" if self.is_short else ""
@@ -196,7 +208,7 @@ class KernelCase:
             return f"{name}{of}"
         how = ""
         if kernel == "attention_backward_dkv":  # what it writes
-            how += " of form B" if self.choice.startswith("B\t") else ""
+            how += " of form B" if is_form_b else ""
             how += " in parts" if self.is_grouped else ""
         has_both = kernel in _HAVE_OPTIONS
         options = " with options" if self.has_options and has_both else ""
@@ -213,6 +225,11 @@ class KernelCase:
         return kernel != "attention_mask_blocks" or self.which == "backward"
 
 
+def has_form_b(names: Iterable[str]) -> bool:
+    """Whether a pass of these kernels is a backward pass of form B."""
+    return any(kernel_of(name) == "attention_backward_dq_product" for name in names)
+
+
 def kernel_of_key(key: str) -> str:
     """The kernel's name."""
     return key.partition(" ")[0]
@@ -225,9 +242,10 @@ _LENGTHS: dict[Backend, tuple[tuple[int, int], tuple[int, int]]] = {
     # Two blocks of each: they are of up to 192 queries (backward 96) and 256 keys.
     "cpu": ((197, 269), (5, 2053)),
 }
-# Of queries and keys, and the heads of two key-value heads: parts of unequal numbers of
-# blocks.
-_GROUPED_SIZES = (37, 43, 22)
+# Of queries and keys, and the heads of two key-value heads. The least that is cut into
+# parts (kMinQueriesPerPart in plan_backward.cc); their numbers of blocks are unequal,
+# and a head has several blocks.
+_GROUPED_SIZES = (33, 37, 98)
 # Of aligned cases.
 _ALIGNED_LENGTHS: dict[Backend, tuple[tuple[int, int], tuple[int, int]]] = {
     # 128 is a whole number of every tile of the table.
@@ -324,10 +342,11 @@ class Verdict:
 
 
 def check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
-    """Runs the case: a verdict for every kernel that it judges, by KernelCase.key.
+    """Runs the case: a verdict for every kernel that it judges, by KernelCase.keys.
 
     A kernel is judged by the results that it takes part in. One that another's error
-    kept from running gets no verdict.
+    kept from running gets no verdict; nor does one in form B beside a wrong kernel of
+    dK and dV, which all results go through.
 
     Raises:
       AttentionError: No kernels take the case.
@@ -337,10 +356,11 @@ def check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
 
 
 def _check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
-    names = case.kernels(library)
+    keys = case.keys(library)
+    names = list(keys)
 
     def blame(names: list[str], verdict: Verdict) -> dict[str, Verdict]:
-        return {case.key(name): verdict for name in names}
+        return {keys[name]: verdict for name in names}
 
     try:
         library.compile(case.problem(), case.which)
@@ -361,7 +381,9 @@ def _check(library: AttentionLibrary, case: KernelCase) -> dict[str, Verdict]:
             verdict = Verdict(None, f"it does not run: {error}", is_transient=True)
             return blame(names, verdict)
     judged = [name for name in names if case.judges(name)]
-    return {case.key(name): _judge(kernel_of(name), results) for name in judged}
+    if has_form_b(names) and (results["dkey"].failure or results["dvalue"].failure):
+        judged = [name for name in judged if "_dkv" in kernel_of(name)]
+    return {keys[name]: _judge(kernel_of(name), results) for name in judged}
 
 
 def _judge(kernel: str, results: dict[str, Verdict]) -> Verdict:
@@ -378,8 +400,6 @@ def _judge(kernel: str, results: dict[str, Verdict]) -> Verdict:
 
 # -- Operands --------------------------------------------------------------------------
 
-_BATCH_SIZE = 2
-
 
 def _make_inputs(case: KernelCase) -> dict[str, Array]:
     """Operands of the pass by name, residuals as the definition has them."""
@@ -388,7 +408,8 @@ def _make_inputs(case: KernelCase) -> dict[str, Array]:
     rng = np.random.default_rng(shape.head_dim)
 
     def normal(*sizes: int) -> Array:
-        return rng.standard_normal((_BATCH_SIZE, *sizes), np.float32).astype(dtype)
+        sizes = (case.batch_size, *sizes)
+        return rng.standard_normal(sizes, np.float32).astype(dtype)
 
     inputs = {
         "query": normal(shape.q_len, shape.num_heads, shape.head_dim),
@@ -412,14 +433,16 @@ def _all_options(case: KernelCase) -> dict[str, Any]:
     shape = case.shape
     q_len, kv_len, num_heads = shape.q_len, shape.kv_len, shape.num_heads
     rng = np.random.default_rng(shape.kv_len)
-    mask = rng.random((_BATCH_SIZE, 1, q_len, kv_len)) < 0.9
+    mask = rng.random((case.batch_size, 1, q_len, kv_len)) < 0.9
     # A whole block of the mask, of which the queries would see some keys.
     if case.is_short:
         mask[..., 96:128] = False
     else:
         mask[..., 32:64, :32] = False
     is_shared = case.of == "bias" and case.is_short
-    bias = (_BATCH_SIZE, 1, 1, kv_len) if is_shared else (1, num_heads, q_len, kv_len)
+    bias = (1, num_heads, q_len, kv_len)
+    if is_shared:
+        bias = (case.batch_size, 1, 1, kv_len)
     offsets = case.q_offset + np.array([0, 2])
     q_ids = np.arange(q_len) >= q_len // 2
     kv_ids = np.arange(kv_len) >= kv_len * 2 // 3
@@ -437,7 +460,7 @@ def _all_options(case: KernelCase) -> dict[str, Any]:
         "sinks": rng.standard_normal((1, num_heads), np.float32),
         "alibi_slopes": np.float32(0.1) * rng.random((1, num_heads), np.float32),
         "dropout_key": np.array([[0x12345678, 0x9ABCDEF0]], np.uint32),
-        "dropout_batch_indices": np.arange(_BATCH_SIZE, dtype=np.int32),
+        "dropout_batch_indices": np.arange(case.batch_size, dtype=np.int32),
         "dropout_head_indices": np.arange(num_heads, dtype=np.int32)[None],
     }
 

@@ -90,7 +90,7 @@ def family(backend: Backend) -> str:
 
 
 def prove(case: KernelCase) -> dict[str, Verdict]:
-    """The verdicts of a case, by KernelCase.key, for whoever wants to use its kernels.
+    """The verdicts of a case, by KernelCase.keys, for whoever wants to use its kernels.
 
     Runs it unless they are known. They hold for all calls.
 
@@ -197,8 +197,8 @@ class _Proofs:
 
     def prove(self, case: KernelCase) -> dict[str, Verdict]:
         with self._lock:
-            names = case.kernels(self._library)
-            keys = [case.key(name) for name in names if case.judges(name)]
+            own = case.keys(self._library)
+            keys = [key for name, key in own.items() if case.judges(name)]
             if not self._verdicts.keys() >= set(keys):
                 self.add(self._check(keys[0], case))
             return {key: v for key, v in self._verdicts.items() if key in keys}
@@ -223,13 +223,11 @@ class _Proofs:
         problem = shape_problem(shape, backend=self._backend)
         names = self._library.kernels(problem, pass_of_shape)
         if self._backend == "cpu":
-            if which == "gradient":
-                names = self._cases(shape)[-1].kernels(self._library)
             return [
-                case.key(name)
+                key
                 for case in self._cases(shape)
                 if case.which == which and (has_features or not case.has_options)
-                for name in names
+                for key in case.keys(self._library).values()
             ]
         cases = self._cases(shape)
         is_short = kernel_choices.is_short(names)
@@ -239,22 +237,25 @@ class _Proofs:
             if (case.which, case.is_short) == (pass_of_shape, is_short)
             and not case.has_options
         )
-        keys = [] if which == "gradient" else [plain.key(name) for name in names]
         kernels = {kernel_cases.kernel_of(name) for name in names}
+        keys: list[str] = []
+        if which != "gradient":
+            own = plain.keys(self._library)
+            keys += [own[name] for name in names if name in own]
         if which == "backward" and _COMBINE in kernels:
             grouped = next(case for case in cases if case.is_grouped)
             keys += [
-                grouped.key(name)
-                for name in names
-                if kernel_cases.kernel_of(name) == _SUM
+                key
+                for name, key in grouped.keys(self._library).items()
+                if kernel_cases.kernel_of(name) in (_SUM, _COMBINE)
             ]
         if has_features:
             keys += [
-                case.key(name)
+                key
                 for case in cases
                 if case.which == which and case.has_options
                 if which == "gradient" or case.is_short == is_short
-                for name in case.kernels(self._library)
+                for name, key in case.keys(self._library).items()
                 if which == "gradient"
                 or kernel_cases.kernel_of(name) in {*kernels, "attention_mask_blocks"}
             ]
@@ -287,14 +288,26 @@ class _Proofs:
         return next(
             case
             for case in cases
-            for name in case.kernels(self._library)
-            if case.key(name) == key and case.judges(name)
+            for name, own in case.keys(self._library).items()
+            if own == key and case.judges(name)
         )
+
+    def _form_a(self, case: KernelCase) -> KernelCase | None:
+        """The case in form A, if it is not; None: it has no other form."""
+        if not kernel_cases.has_form_b(case.kernels(self._library)):
+            return None
+        return dataclasses.replace(case, choice=str(Choice("A", ())))
 
     def _prove(self, key: str, shape: CallShape) -> None:
         case = self._case_of(key, shape)
         _logger.debug("proving %s by %s", key, case)
         found = self._check(key, case)
+        # There dQ does not go through the kernel of dK and dV. If one of them is right,
+        # so is what both need, which calls need that do without the other one.
+        other = None if key in found else self._form_a(case)
+        if other is not None and key in other.keys(self._library).values():
+            _logger.debug("proving %s by %s", key, other)
+            found |= self._check(key, other)
         if key not in found:
             others = "; ".join(f"{n}: {v.failure}" for n, v in found.items())
             failure = f"it could not be tested, for another kernel failed: {others}"
@@ -314,7 +327,7 @@ class _Proofs:
             return kernel_cases.check(self._library, case)
         mark = self._path.with_suffix(f".{name}{_MARK}")
         if any(self._path.parent.glob(f"{self._path.stem}.*{_MARK}")):
-            keys = [case.key(name) for name in case.kernels(self._library)]
+            keys = list(case.keys(self._library).values())
             tested = _check_in_a_process(case, keys)
             if tested is not None:
                 found, came_to_its_end = tested
@@ -388,9 +401,11 @@ def _choice_of(case: KernelCase, choices: Mapping[str, Choice | None]) -> str:
         return ""
     if kernel_choices.is_short(choice.kernels) == case.is_short:
         return str(choice)
-    if case.is_grouped:  # few queries have sums in parts, too, by the same kernel
+    if case.is_grouped:
+        # Few queries have sums in parts, too, by the same kernel, which writes no score
+        # gradient.
         sums = [n for n in choice.kernels if kernel_cases.kernel_of(n) == _SUM]
-        return str(Choice(choice.form, tuple(sums)))
+        return str(Choice("A", tuple(sums)))
     return ""
 
 

@@ -9,27 +9,25 @@
 struct RowStatistics {
   float delta;
   float factor;     // 1 but for a coarse logsumexp
-  float ds_scale;   // of dS in scratch
   float logsumexp;  // in score units; NaN if the forward's is, or if delta is not finite
 };
 
 METAL_FUNC RowStatistics load_row_statistics(
     constant AttentionParams& params, device const float* delta, int row) {
-  RowStatistics statistics = {0.0f, 1.0f, 1.0f, 0.0f};
+  RowStatistics statistics = {0.0f, 1.0f, 0.0f};
   if (aligned_q || row < params.q_len) {
     const float4 x = ((device const float4*)delta)[row];
     statistics.delta = x.x;
     statistics.factor = x.y;
-    statistics.ds_scale = x.z;
-    statistics.logsumexp = x.w;
+    statistics.logsumexp = x.z;
   }
   return statistics;
 }
 
 METAL_FUNC void store_row_statistics(
     device float* delta, int row, thread const RowStatistics& statistics) {
-  ((device float4*)delta)[row] = float4(
-      statistics.delta, statistics.factor, statistics.ds_scale, statistics.logsumexp);
+  ((device float4*)delta)[row] =
+      float4(statistics.delta, statistics.factor, statistics.logsumexp, 0.0f);
 }
 
 // exp(score - lse) of a visible element, lse in score units; `slope` as by score().
@@ -180,6 +178,17 @@ METAL_FUNC void score_gradients_of_rows(
 }
 
 // ---------------------------------------------------------------- dS in scratch
+
+// In the dtype of the operands, but for float16, whose exponent has too few bits: a mean over
+// many tokens, small values or many keys make dS of 1e-9, a scaled loss of 1e6.
+template <typename T>
+struct ScoreGradient {
+  typedef T type;
+};
+template <>
+struct ScoreGradient<half> {
+  typedef float type;
+};
 
 // The element of the 8 x 8 block that queries from 8 q and keys from key on have in common.
 METAL_FUNC long score_gradient_block(

@@ -30,7 +30,7 @@ JFM_VARIANT_TEMPLATE
     device const float* delta [[buffer(JFM_BUFFER_DELTA)]],
     device T* dkey [[buffer(JFM_BUFFER_DKEY)]],
     device T* dvalue [[buffer(JFM_BUFFER_DVALUE)]],
-    device T* score_gradient
+    device typename ScoreGradient<T>::type* score_gradient
         [[buffer(JFM_BUFFER_SCORE_GRADIENT), function_constant(writes_score_gradient)]],
     device float* partial_dkey [[buffer(JFM_BUFFER_PARTIAL), function_constant(writes_partials)]],
     device float* partial_dvalue
@@ -154,7 +154,7 @@ JFM_VARIANT_TEMPLATE
           JFM_UNROLL for (int r = 0; r < kRows; ++r) {
             const int f = r * kQueries + i;
             const int row = lane_row + r * 8;
-            float2 scaled_ds = float2(0.0f, 0.0f);
+            float2 ds_pair = float2(0.0f, 0.0f);
             JFM_UNROLL for (int e = 0; e < 2; ++e) {
               const int query_index = first_query + col + e;
               float bias = 0.0f;
@@ -173,13 +173,13 @@ JFM_VARIANT_TEMPLATE
                 const float ds = weighted_score_gradient(
                     params, visible, weight, dp[f].thread_elements()[e], word, statistics[e]);
                 dp[f].thread_elements()[e] = ds;
-                scaled_ds[e] = ds * statistics[e].ds_scale;
+                ds_pair[e] = ds;
               }
             }
             if (writes_score_gradient && !kPaired && first_query + i * 8 < params.q_len &&
                 first_row + r * 8 < params.kv_len) {
               store_score_gradient(
-                  params, scaled_ds, score_gradient, pair, first_query / 8 + i,
+                  params, ds_pair, score_gradient, pair, first_query / 8 + i,
                   first_row + r * 8, lane);
             }
           }
@@ -195,7 +195,7 @@ JFM_VARIANT_TEMPLATE
           }
           JFM_UNROLL for (int r = 0; r < kRows; ++r) {
             thread Fragment& ds = s[r * kQueries + i];
-            float2 scaled_ds = float2(0.0f, 0.0f);
+            float2 ds_pair = float2(0.0f, 0.0f);
             JFM_UNROLL for (int e = 0; e < 2; ++e) {
               const float x = turn_weights[(r * 8 + fragment_row(lane)) * BLOCK_Q + col + e];
               const ScoreWeight weight = {x, 1.0f};
@@ -204,12 +204,12 @@ JFM_VARIANT_TEMPLATE
                   dropout_word(operands, first_query + col + e, lane_row + r * 8),
                   statistics[e]);
               ds.thread_elements()[e] = y;
-              scaled_ds[e] = y * statistics[e].ds_scale;
+              ds_pair[e] = y;
             }
             if (writes_score_gradient && first_query + i * 8 < params.q_len &&
                 first_row + r * 8 < params.kv_len) {
               store_score_gradient(
-                  params, scaled_ds, score_gradient, pair, first_query / 8 + i,
+                  params, ds_pair, score_gradient, pair, first_query / 8 + i,
                   first_row + r * 8, lane);
             }
           }

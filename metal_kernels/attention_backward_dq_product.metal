@@ -26,9 +26,9 @@ JFM_VARIANT_TEMPLATE
 [[kernel]] void attention_backward_dq_product(
     constant AttentionParams& params [[buffer(JFM_BUFFER_PARAMS)]],
     device const T* key [[buffer(JFM_BUFFER_KEY)]],
-    device const float* delta [[buffer(JFM_BUFFER_DELTA)]],
     device T* dquery [[buffer(JFM_BUFFER_DQUERY)]],
-    device const T* score_gradient [[buffer(JFM_BUFFER_SCORE_GRADIENT)]],
+    device const typename ScoreGradient<T>::type* score_gradient
+        [[buffer(JFM_BUFFER_SCORE_GRADIENT)]],
     device float* dquery_sum [[buffer(JFM_BUFFER_DQUERY_SUM)]],
     JFM_SCORE_ARGUMENTS,
     uint3 position [[threadgroup_position_in_grid]],
@@ -39,13 +39,15 @@ JFM_VARIANT_TEMPLATE
   static_assert(LOADS == JFM_LOADS_DEVICE, "one simdgroup has no use for another's keys");
   constexpr int kRows = BLOCK_Q / (8 * NUM_SIMDGROUPS);  // fragments
   constexpr int kDims = BLOCK_D / 8;
+  typedef typename ScoreGradient<T>::type Scratch;
 
   const uint3 group = whole_grid(params, position);
   const int col_blocks = (head_dim + BLOCK_D - 1) / BLOCK_D;
   const int head = int(group.y) / col_blocks;
   const int first_col = int(group.y) % col_blocks * BLOCK_D;
   const int num_cols = head_dim - first_col;
-  const int first_row = query_block(params, group.x, BLOCK_Q) * BLOCK_Q + int(simdgroup) * 8 * kRows;
+  const int first_row =
+      query_block(params, group.x, BLOCK_Q) * BLOCK_Q + int(simdgroup) * 8 * kRows;
   if (first_row >= params.q_len) return;  // whole simdgroups leave; there are no barriers
   const long pair = long(group.z) * params.num_heads + head - params.first_pair;
   const Matrix<T> keys_matrix = make_matrix(
@@ -93,10 +95,10 @@ JFM_VARIANT_TEMPLATE
         !block_is_interior(params, operands, first_row, 8 * kRows, first_key, block);
     for (int k = first_key; k < min(first_key + block, end); k += 8) {
       device const T* key_row = matrix_row(rows_from(keys_matrix, k), fragment_row(lane));
-      OperandFragment<T> ds[kRows];
+      OperandFragment<Scratch> ds[kRows];
       JFM_UNROLL for (int r = 0; r < kRows; ++r) {
-        ds[r].thread_elements()[0] = T(0.0f);
-        ds[r].thread_elements()[1] = T(0.0f);
+        ds[r].thread_elements()[0] = Scratch(0.0f);
+        ds[r].thread_elements()[1] = Scratch(0.0f);
         if (is_written[r]) {
           ds[r] = load_score_gradient(params, score_gradient, pair, first_row / 8 + r, k, lane);
         }
@@ -120,13 +122,8 @@ JFM_VARIANT_TEMPLATE
         dq, 1.0f, sums, long(head_dim), first_row, params.q_len, num_cols, lane);
     return;
   }
-  delta += head_offset(params, params.delta, group.z, head);
-  float factors[kRows];
-  JFM_UNROLL for (int r = 0; r < kRows; ++r) {
-    factors[r] = params.scale / load_row_statistics(
-        params, delta, first_row + r * 8 + fragment_row(lane)).ds_scale;
-  }
-  store_rows<BLOCK_D, kRows>(
-      dq, factors, dquery + head_offset(params, params.dquery, group.z, head) + first_col,
+  store_all_rows<BLOCK_D, kRows>(
+      dq, params.scale,
+      dquery + head_offset(params, params.dquery, group.z, head) + first_col,
       params.dquery.row, first_row, params.q_len, num_cols, lane);
 }

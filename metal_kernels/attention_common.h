@@ -273,8 +273,8 @@ METAL_FUNC OperandFragment<T> row_fragment(
 template <int HEAD_DIM, int ROW_FRAGMENTS, typename T>
 METAL_FUNC void store_rows(
     thread Fragment (&rows)[ROW_FRAGMENTS * HEAD_DIM / 8],
-    thread const float (&factors)[ROW_FRAGMENTS], device T* destination, long row_stride, int first_row, int num_rows, int num_cols,
-    uint lane) {
+    thread const float (&factors)[ROW_FRAGMENTS], device T* destination, long row_stride,
+    int first_row, int num_rows, int num_cols, uint lane) {
   JFM_UNROLL for (int r = 0; r < ROW_FRAGMENTS; ++r) {
     JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
       if (d * 8 < num_cols) {

@@ -1,8 +1,7 @@
-// What the backward needs of a query row besides its logsumexp, as four float32; one
-// simdgroup per row.
+// What the backward needs of a query row, as four float32 (the last is 0); one simdgroup per
+// row.
 //   delta = rowsum(dout ∘ out) - dlogsumexp
 //   factor = 1 / Σ exp(x - logsumexp), where the logsumexp cannot say that this is 1
-//   ds_scale: dS is multiplied by it where it is kept in scratch, see scratch_scale
 //   logsumexp in score units, NaN if delta is not finite
 // delta is NaN if dout holds a NaN or inf: the backward kernels work on sanitised dout, and
 // this is how they learn which rows are not finite.
@@ -16,17 +15,6 @@
 // is left of log(sum). The scores are as coarse, but they are what the forward took.
 METAL_FUNC bool is_coarse(float logsumexp) {
   return is_finite_value(logsumexp) && abs(logsumexp) > 4096.0f;
-}
-
-// The power of two that brings dS of a row of float16 into range: dS is a probability times
-// about the norm of dout and dlogsumexp, and small cotangents (a mean over many tokens) or
-// large ones (a scaled loss) would leave the 5 bits of its exponent. One over the norm keeps
-// an element finite up to a norm of value of 2^14, and of full precision down to 2^-14.
-METAL_FUNC float scratch_scale(float squared_norm) {
-  const uint bits = as_type<uint>(squared_norm);
-  const int exponent = int(bits >> 23) - 127;  // that of inf is one more than the largest
-  if (bits > 0x7f800000u || exponent < -100) return 1.0f;
-  return as_type<float>(uint(127 - (exponent >> 1)) << 23);
 }
 
 JFM_VARIANT_TEMPLATE
@@ -54,10 +42,8 @@ JFM_VARIANT_TEMPLATE
   delta += head_offset(params, params.delta, group.z, head);
 
   float sum = 0.0f;
-  float squared_norm = 0.0f;
   for (int c = int(lane); c < value_head_dim; c += 32) {
     const float g = float(dout[c]);
-    squared_norm += g * g;
     sum += is_finite_value(g) ? g * float(out[c]) : quiet_nan();
   }
   sum = simd_sum(sum);
@@ -90,17 +76,10 @@ JFM_VARIANT_TEMPLATE
     factor = 1.0f / total;
   }
 
-  float ds_scale = 1.0f;
-  if (is_same_v<T, half>) {
-    const float g = dlogsumexp[row * params.dlogsumexp.row];  // a part of delta
-    ds_scale = scratch_scale(simd_sum(squared_norm) + g * g);
-  }
-
   if (lane == 0) {
     RowStatistics statistics;
     statistics.delta = sum - dlogsumexp[row * params.dlogsumexp.row];
     statistics.factor = factor;
-    statistics.ds_scale = ds_scale;
     statistics.logsumexp =
         is_finite_value(statistics.delta) ? to_score_units(row_lse) : quiet_nan();
     store_row_statistics(delta, row, statistics);

@@ -82,7 +82,7 @@
   X(bool, writes_partials, 22)    \
   X(bool, has_wide_rows, 23)
 
-// has_wide_rows: some row stride of query, key, value, dout or delta is JFM_WIDE_ROW elements
+// has_wide_rows: some row stride of query, key, value or dout is JFM_WIDE_ROW elements
 // or more: an offset within a tile may need 64 bits.
 #define JFM_WIDE_ROW (1 << 24)
 
@@ -122,8 +122,8 @@ struct AttentionParams {
   JFM_INT64 first_pair;
   JFM_INT32 num_query_fragments, num_key_fragments;
   JFM_INT32 first_chunk_key, end_chunk_key;
-  JFM_INT32 is_first_chunk, is_last_chunk;     // of keys; between them dQ is in float32
-  JFM_INT32 score_block_q, score_block_kv;     // blocks in which it was written, or left out
+  JFM_INT32 is_first_chunk, is_last_chunk;  // of keys; between them dQ is in float32
+  JFM_INT32 score_block_q, score_block_kv;  // blocks in which it was written, or left out
   JFM_INT32 num_batch_dims;
   JFM_INT32 batch_sizes[JFM_MAX_BATCH_DIMS];
   JFM_INT32 num_heads;

@@ -396,7 +396,3 @@ METAL_FUNC float score(
   }
   return x;
 }
-
-// The score of a visible element beside hidden ones in a softmax, where -inf (of an infinite operand, or an
-// overflow) would look like a hidden one: NaN, which the logsumexp takes to the backward.
-METAL_FUNC float shown(float x) { return is_minus_infinity(x) ? quiet_nan() : x; }

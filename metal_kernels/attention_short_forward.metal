@@ -71,7 +71,8 @@ JFM_VARIANT_TEMPLATE
     const bool found_any = simd_any(found);
     // Rare: a row that sees such a value becomes NaN.
     if (found_any &&
-        sees_nonfinite_value(params, operands, keys, row.query, first_key, BLOCK_KV, block_values)) {
+        sees_nonfinite_value(
+            params, operands, keys, row.query, first_key, BLOCK_KV, block_values)) {
       softmax.sum = quiet_nan();
     }
   }

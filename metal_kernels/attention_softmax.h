@@ -28,35 +28,39 @@ METAL_FUNC float raise_max(thread SoftmaxRow& row, float block_max) {
 
 // Turns products q·k of a row and a block of keys into (dropped) probabilities, unnormalised.
 // Returns the factor of what was accumulated before. The sum is of undropped ones. In an
-// interior block nothing is hidden.
+// interior block nothing is hidden; elsewhere a visible score of -inf (of an infinite operand,
+// or an overflow) would look like a hidden one: NaN, which the logsumexp takes to the backward.
+//
+// Where only q·k enters a score, s stays q·k up to the exponential: in an interior block, the
+// most common case by far, an element costs max, min, fma, exp2 and add. The scale, of either
+// sign, is applied to the extremes only. All blocks round alike: a mask that hides nothing
+// changes no bit.
 template <int N>
 METAL_FUNC float update_softmax(
     constant AttentionParams& params, thread const ScoreOperands& operands,
     thread SoftmaxRow& row, thread Fragment* s, bool is_interior, Range keys, int query,
     int first_key, uint lane) {
   const int col = first_key + fragment_col(lane);
-  // The most common case by far, in five operations an element: max, min, fma, exp2, add. The
-  // scale, of either sign, is applied to the extremes only.
-  const bool is_plain = is_interior && is_plain_score();
+  const float hidden = is_plain_score() && params.scale_log2 < 0.0f ? INFINITY : -INFINITY;
   float high = -INFINITY, low = INFINITY;
   JFM_UNROLL for (int j = 0; j < N; ++j) {
     JFM_UNROLL for (int e = 0; e < 2; ++e) {
       const int key = col + j * 8 + e;
       float x = s[j].thread_elements()[e];
-      if (!is_plain) {
-        float bias = 0.0f;
-        float slope;
-        const bool visible =
-            is_interior || query_sees(params, operands, keys, query, key, bias);
-        x = score(params, operands, query, key, x, bias, slope);
-        if (!is_interior) x = visible ? shown(x) : -INFINITY;
-        s[j].thread_elements()[e] = x;
+      float bias = 0.0f;
+      float slope;
+      const bool visible = is_interior || query_sees(params, operands, keys, query, key, bias);
+      if (!is_plain_score()) x = score(params, operands, query, key, x, bias, slope);
+      if (!is_interior) {
+        const float y = is_plain_score() ? x * params.scale_log2 : x;
+        x = !visible ? hidden : y > -INFINITY ? x : quiet_nan();
       }
+      s[j].thread_elements()[e] = x;
       high = max(high, x);
-      if (is_interior) low = min(low, x);
+      if (is_interior || is_plain_score()) low = min(low, x);
     }
   }
-  if (is_plain) {
+  if (is_plain_score()) {
     const float a = high * params.scale_log2;
     const float b = low * params.scale_log2;
     high = max(a, b);
@@ -65,27 +69,21 @@ METAL_FUNC float update_softmax(
   if (is_interior) row.lowest = min(row.lowest, low);
   const float correction = raise_max(row, high);
   // An fma does not round the score as the maximum was: beyond 2^31 the difference could be
-  // more than exp2 can take.
-  const bool is_exact = abs(row.max) < 16777216.0f;
-  if (is_plain && is_exact) {
-    JFM_UNROLL for (int j = 0; j < N; ++j) {
-      JFM_UNROLL for (int e = 0; e < 2; ++e) {
-        s[j].thread_elements()[e] = fma(s[j].thread_elements()[e], params.scale_log2, -row.max);
-      }
-    }
-  } else {
-    const float factor = is_plain ? params.scale_log2 : 1.0f;
-    JFM_UNROLL for (int j = 0; j < N; ++j) {
-      JFM_UNROLL for (int e = 0; e < 2; ++e) {
-        s[j].thread_elements()[e] = s[j].thread_elements()[e] * factor - row.max;
-      }
-    }
-  }
+  // more than exp2 can take. 2^24 is far from that.
+  const bool is_exact = is_plain_score() && abs(row.max) < 16777216.0f;
   JFM_UNROLL for (int j = 0; j < N; ++j) {
     uint2 words = uint2(0, 0);
     if (has_dropout) words = dropout_words(operands, query, col + j * 8);
     JFM_UNROLL for (int e = 0; e < 2; ++e) {
-      const float p = exp_score(s[j].thread_elements()[e]);
+      const float x = s[j].thread_elements()[e];
+      float difference;
+      if (is_exact) {
+        difference = fma(x, params.scale_log2, -row.max);
+      } else {
+        difference = (is_plain_score() ? x * params.scale_log2 : x) - row.max;
+      }
+      if (!is_interior && x == hidden) difference = -INFINITY;  // 0 times inf would be NaN
+      const float p = exp_score(difference);
       row.sum += p;
       s[j].thread_elements()[e] = has_dropout ? dropped(params, words[e], p) : p;
     }

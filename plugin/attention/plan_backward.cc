@@ -68,10 +68,11 @@ Chunk WholeOf(const AttentionProblem& p, int64_t inner_batch) {
   return {0, inner_batch, 0, p.num_kv_heads, 0, p.kv_len};
 }
 
-// Bytes of dS of a key-value head at one batch index.
+// Bytes of dS of a key-value head at one batch index. float32 but for bfloat16: see
+// ScoreGradient in attention_backward.h.
 int64_t ScoreGradientBytes(const AttentionProblem& p, int64_t num_keys) {
   return p.num_heads / p.num_kv_heads * NumFragments(p.q_len) * NumFragments(num_keys) * kFragment *
-         kFragment * SizeBytes(p.dtype);
+         kFragment * (p.dtype == Dtype::kBfloat16 ? 2 : 4);
 }
 
 // Chunks whose dS takes at most `limit` bytes, if that is enough for kMinChunkKeys of one head:
@@ -158,8 +159,7 @@ Status AddDqProduct(PlanBuilder& builder, const AttentionProblem& p, const Varia
                     const Chunk& chunk) {
   return builder.Add(
       kDqProduct,
-      {{JFM_BUFFER_KEY, Operand::kKey}, {JFM_BUFFER_DELTA, Operand::kDelta},
-       {JFM_BUFFER_DQUERY, Operand::kDquery},
+      {{JFM_BUFFER_KEY, Operand::kKey}, {JFM_BUFFER_DQUERY, Operand::kDquery},
        {JFM_BUFFER_SCORE_GRADIENT, Operand::kScoreGradient},
        {JFM_BUFFER_DQUERY_SUM, Operand::kDquerySum}},
       builder.PairWork(2 * p.head_dim) * ShareOf(chunk, p, builder.inner_batch()),
@@ -208,12 +208,22 @@ Status AddDkvCombine(PlanBuilder& builder, const AttentionProblem& p, const Part
       });
 }
 
+// Whether the scratch of form B keeps to the limit: for a head at a time, or for the fewest keys
+// of one and the sums of dQ between them.
+bool KeepsToLimit(const AttentionProblem& p, int64_t limit) {
+  const int64_t sums = p.num_heads / p.num_kv_heads * p.q_len * p.head_dim * 4;
+  return ScoreGradientBytes(p, p.kv_len) <= limit ||
+         ScoreGradientBytes(p, kMinChunkKeys) + sums <= limit;
+}
+
+// What was measured has run; else form B only in bounded memory.
 Form FormOf(const PlanBuilder& builder, const AttentionProblem& p) {
   if (p.q_len <= kShortQuery) return Form::kShort;
   const Choice* choice = builder.choice();
-  return choice != nullptr && choice->form != Form::kNone
-             ? choice->form
-             : DefaultBackwardForm(p, builder.context().gpu_family);
+  if (choice != nullptr && choice->form != Form::kNone) return choice->form;
+  const PlanContext& context = builder.context();
+  if (!KeepsToLimit(p, context.score_gradient_limit)) return Form::kA;
+  return DefaultBackwardForm(p, context.gpu_family);
 }
 
 Result<Plan> PlanBackward(const AttentionProblem& p, const PlanContext& context) {

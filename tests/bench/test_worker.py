@@ -136,5 +136,5 @@ def test_implementations_are_right(name, tmp_path):
 def test_subjects_are_those_of_the_command():
     from jax_flash_metal.bench import IMPLEMENTATIONS
 
-    internal = {"expected", "machine"}
+    internal = {"expected", "machine", "tune"}
     assert set(IMPLEMENTATIONS) | internal == set(bench_worker.SUBJECTS)

@@ -147,7 +147,7 @@ def _part_that_calls(function: str) -> str:
     return ""
 
 
-def copy_of_kernels(folder: Path, part: str = "forward") -> Path:
+def copy_of_kernels(folder: Path, part: str = "forward", form: str = "") -> Path:
     """A copy whose variant table has the fewest rows that the bug cases need.
 
     Per kernel the float32 row of the smallest head_dim: what a bug needs is one kernel
@@ -155,10 +155,11 @@ def copy_of_kernels(folder: Path, part: str = "forward") -> Path:
 
     Args:
       part: In PARTS: whose family and form are those of any device in the copy.
+      form: Of the backward pass, if not the part's.
     """
     copy = folder / "metal_kernels"
     shutil.copytree(build.KERNEL_DIR, copy)
-    _, family, form = PARTS[part]
+    _, family, form_of_part = PARTS[part]
     smallest: dict[str, build.Variant] = {}
     rows = [
         dataclasses.replace(row, min_family=0)
@@ -170,7 +171,7 @@ def copy_of_kernels(folder: Path, part: str = "forward") -> Path:
     for row in rows:
         smallest.setdefault(row.kernel, row)
     tables = [*map(_table_row, smallest.values())]
-    if form == "B":
+    if (form or form_of_part) == "B":
         tables.append(
             '[[backward_form]]\nform = "B"\ndtypes = ["float32"]\nhead_dim = 256\n'
             "min_family = 0\nmin_scores = 0\n"

@@ -30,7 +30,8 @@ def _limit(case, chunks):
     """Bytes of the score gradient: of all, of some heads, of 128 keys of a head."""
     num_groups = case.num_heads // case.num_kv_heads
     rows, keys = (-(-size // 8) * 8 for size in (case.q_len, case.kv_len))
-    head = num_groups * rows * keys * case.np_dtype.itemsize
+    itemsize = 2 if case.dtype == "bfloat16" else 4  # float16 has float32 there
+    head = num_groups * rows * keys * itemsize
     return {"whole": 0, "heads": head * min(2, case.num_kv_heads), "keys": 1}[chunks]
 
 

@@ -452,7 +452,8 @@ def groups_of(launch: dict[str, Any]) -> list[tuple[int, ...]]:
     return list(itertools.product(*ranges))
 
 
-SIZE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Of an element of dS in scratch.
+SIZE_BYTES = {"float32": 4, "float16": 4, "bfloat16": 2}
 
 
 def check_chunks(plan: dict[str, Any], shape: CallShape, batch: int) -> int:
@@ -539,7 +540,7 @@ def check_chunks(plan: dict[str, Any], shape: CallShape, batch: int) -> int:
 )
 def test_chunks_of_heads_and_keys(units: float, num_chunks: int, family: int) -> None:
     """As many units of a batch index and key-value head as fit; if none, 128 keys."""
-    shape = CallShape("float16", 37, 300, 6, 3, 40, 24)
+    shape = CallShape("bfloat16", 37, 300, 6, 3, 40, 24)
     unit = 2 * 40 * 304 * 2
     plan = plan_b(describe(shape, (2, 3)), int(unit * units), family=family)
     assert check_chunks(plan, shape, 6) == num_chunks
@@ -624,7 +625,40 @@ def test_a_long_call_keeps_to_the_default_limit() -> None:
     assert 2**25 < bytes_kept <= 2**26
     products = launches_of(plan, "attention_backward_dq_product")
     assert {params_of(x).end_chunk_key % 128 for x in products} == {0}
-    assert len(products) == 2 * 8 * (2 * 16384 * 16384 // bytes_kept)
+    assert len(products) == 2 * 8 * (4 * 16384 * 16384 // bytes_kept)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "length", "form"),
+    [(8, 4096, "B"), (32, 16384, "B"), (64, 131072, "A")],
+)
+def test_the_default_is_form_a_where_the_scratch_of_b_is_too_large(
+    num_heads: int, length: int, form: str
+) -> None:
+    """Many query heads that share a head of a very long sequence."""
+    shape = CallShape("bfloat16", length, length, num_heads, num_heads // 4, 64, 64)
+    plan = native.plan(describe(shape, (1,)), "backward")
+    assert plan["form"] == form
+    limit = 2**26  # for dS; its sums between chunks of keys fit beside the fewest keys
+    assert sum(plan["scratch_bytes"].values()) <= 2 * limit + 16 * num_heads * length
+
+
+def test_a_measured_form_b_stays_form_b() -> None:
+    shape = CallShape("bfloat16", 131072, 131072, 64, 1, 64, 64)
+    assert native.plan(describe(shape, (1,)), "backward")["form"] == "A"
+    plan_b(describe(shape, (1,)))
+
+
+@pytest.mark.parametrize(("stride", "is_wide"), [(2**24 - 1, 0), (2**24, 1)])
+@pytest.mark.parametrize("operand", ["query", "key", "value", "dout"])
+def test_rows_far_apart_need_offsets_of_64_bits(
+    operand: str, stride: int, is_wide: int
+) -> None:
+    problem = describe(CallShape("float32", 40, 70, 2, 1, 16, 16), (1,))
+    getattr(problem, operand).row_stride = stride
+    for launch in native.plan(problem, "backward")["launches"]:
+        if "_backward_" in launch["kernel"]:
+            assert constant_of(launch, "has_wide_rows") == is_wide
 
 
 # -- Parts of the sums of dK and dV ----------------------------------------------------

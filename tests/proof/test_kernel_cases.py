@@ -11,7 +11,13 @@ from jax_flash_metal import attention_library, kernel_cases, kernel_proof
 from jax_flash_metal.attention_library import AttentionLibrary
 from jax_flash_metal.kernel_cases import KernelCase, kernel_of
 from jax_flash_metal.variant_table import row_head_dim, variants
-from tests.support import native, reference_f64, tolerances, variant_coverage
+from tests.support import (
+    launch_params,
+    native,
+    reference_f64,
+    tolerances,
+    variant_coverage,
+)
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = AttentionLibrary(native.load())
@@ -77,6 +83,26 @@ def test_unaligned_cases_have_tails_everywhere():
             assert shape.num_heads > shape.num_kv_heads > 1
             # Some row sees a part of the keys only, none sees nothing.
             assert 0 <= case.q_offset < shape.kv_len - shape.q_len
+
+
+@pytest.mark.parametrize("form", ["A", "B"])
+def test_grouped_cases_sum_parts_that_differ(form):
+    """By every row, or the kernel that sums the parts would not be proven."""
+    rows = [v for v in variants() if v.kernel == DKV]
+    for v in rows:
+        choice = f"{form}\t{v.host_name}"
+        row = KernelCase(v.dtype, v.head_dim, "backward", choice=choice)
+        case = dataclasses.replace(row, is_grouped=True)
+        with case.chosen(LIBRARY):
+            plan = LIBRARY.plan(case.problem(), "backward")
+        (launch,) = (x for x in plan["launches"] if x["kernel"] == v.host_name)
+        shape, params = case.shape, launch_params.params_of(launch)
+        blocks = -(-shape.q_len // v.block_q)
+        num_blocks = blocks * shape.num_heads // shape.num_kv_heads
+        assert blocks > 1 and shape.kv_len > v.block_kv
+        assert params.num_parts > 1
+        assert params.num_parts * params.blocks_per_part != num_blocks
+        assert plan["form"] == form
 
 
 def test_aligned_cases_have_no_tails():
@@ -209,14 +235,17 @@ def test_the_proof_of_a_call_runs_the_kernels_of_the_call(dtype):
                 problem = attention_library.shape_problem(shape)
                 kernels = LIBRARY.kernels(problem, which)
                 assert kernels == case.kernels(LIBRARY)
-                assert proofs._keys(shape, which, False) == kernels
+                own = list(case.keys(LIBRARY).values())
+                assert proofs._keys(shape, which, False) == own
             for which in attention_library.PASSES:
                 keys = proofs._keys(shape, which, True)
+                plain = proofs._keys(shape, which, False)
                 wanted = set(all_kernels_of(shape, which))
                 # Delta without options is that with options: asked of once.
                 found = {kernel_cases.kernel_of_key(key) for key in keys}
                 assert found == wanted
                 changed = {k for k in keys if k != kernel_cases.kernel_of_key(k)}
+                changed -= set(plain)
                 few = 1 if which == "forward" and not is_short else 2
                 assert len(changed) == (3 if which == "gradient" else few)
 
@@ -263,17 +292,23 @@ class Wrong(AttentionLibrary):
 
 
 DQ, DKV = "attention_backward_dq", "attention_backward_dkv"
+PRODUCT, DKV_OF_B = f"{DQ}_product", f"{DKV} of form B"
 MASK_BLOCKS = "attention_mask_blocks"
 BIAS_GRADIENT = "attention_bias_gradient"
 COMBINE = f"{BIAS_GRADIENT}_combine"
 
 
-def blamed_by(library, dtype="float32", *, has_options):
-    """The kernels that fail and those that do not, of the longer cases."""
+def blamed_by(library, dtype="float32", *, has_options, form=""):
+    """The kernels that fail and those that do not, of the longer cases.
+
+    `form`: of the backward pass, if not the default.
+    """
     verdicts = {}
     for case in kernel_cases.cases_of(dtype, LEAST):
         is_longer = not case.is_short and not case.is_grouped
         if is_longer and case.has_options == has_options:
+            if form and case.which == "backward":
+                case = dataclasses.replace(case, choice=f"{form}\t")
             verdicts |= kernel_cases.check(library, case)
     kernels = {
         key: " ".join((kernel_of(kernel_cases.kernel_of_key(key)), *key.split()[1:]))
@@ -284,23 +319,28 @@ def blamed_by(library, dtype="float32", *, has_options):
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "blamed"),
+    ("spoiled", "form", "blamed"),
     [
-        ("out", ["attention_forward"]),
-        ("logsumexp", ["attention_forward"]),
-        ("dquery", [DQ]),
-        ("dkey", [DKV]),
-        ("dvalue", [DKV]),
+        ("out", "", ["attention_forward"]),
+        ("logsumexp", "", ["attention_forward"]),
+        ("dquery", "", [PRODUCT]),
+        ("dkey", "", [DKV_OF_B]),
+        ("dvalue", "", [DKV_OF_B]),
+        # All go through it.
+        ("dquery dkey dvalue", "", [DKV_OF_B]),
+        ("dquery", "A", [DQ]),
+        ("dvalue", "A", [DKV]),
         # All depend on delta.
-        ("dquery dkey dvalue", [DKV, DQ, "attention_delta"]),
-        ("", []),
+        ("dquery dkey dvalue", "A", [DKV, DQ, "attention_delta"]),
+        ("", "", []),
     ],
     ids=str,
 )
-def test_who_is_blamed(spoiled, blamed):
-    failed, good = blamed_by(Wrong(*spoiled.split()), has_options=False)
+def test_who_is_blamed(spoiled, form, blamed):
+    failed, good = blamed_by(Wrong(*spoiled.split()), has_options=False, form=form)
     assert failed == blamed
-    assert len(failed) + len(good) == 4
+    # In form B nothing is known of what is beside a wrong kernel of dK and dV.
+    assert len(failed) + len(good) == (2 if DKV_OF_B in failed else 4)
 
 
 def test_who_is_blamed_for_sums_in_parts():
@@ -308,9 +348,10 @@ def test_who_is_blamed_for_sums_in_parts():
     verdicts = kernel_cases.check(Wrong("dvalue"), case)
     blamed = {key for key, verdict in verdicts.items() if verdict.failure}
     combine, of_parts = sorted(blamed)
-    assert of_parts.startswith(f"{DKV}_float32_") and of_parts.endswith(" in parts")
+    assert of_parts.startswith(f"{DKV}_float32_")
+    assert of_parts.endswith(" of form B in parts")
     assert kernel_of(combine) == f"{DKV}_combine"
-    assert len(verdicts) == 4
+    assert len(verdicts) == 2
 
 
 FORM_B = [
@@ -324,42 +365,45 @@ FORM_B = [
 def test_verdicts_of_form_b_have_names_of_their_own():
     assert FORM_B
     for case in FORM_B:
-        keys = [case.key(name) for name in case.kernels(LIBRARY)]
-        of_form = [key for key in keys if key.startswith(f"{DKV}_{case.dtype}_")]
-        ending = " with options" if case.has_options else ""
-        ending = f" in parts{ending}" if case.is_grouped else ending
-        assert [key.partition(" of form B")[2] for key in of_form] == [ending]
-        assert any(kernel_of(key) == f"{DQ}_product" for key in keys)
+        keys = {kernel_of(name): key for name, key in case.keys(LIBRARY).items()}
+        options = " with options" if case.has_options else ""
+        parts = " in parts" if case.is_grouped else ""
+        assert keys[DKV].endswith(f" of form B{parts}{options}")
+        assert keys[PRODUCT].partition("_device")[2] == options
 
 
 WITH_OPTIONS = " with options"
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "blamed"),
+    ("spoiled", "form", "blamed"),
     [
-        ("out", [f"attention_forward{WITH_OPTIONS}"]),
-        ("logsumexp", [f"attention_forward{WITH_OPTIONS}"]),
-        ("dquery", [f"{DQ}{WITH_OPTIONS}"]),
-        ("dkey", [f"{DKV}{WITH_OPTIONS}"]),
+        ("out", "", [f"attention_forward{WITH_OPTIONS}"]),
+        ("logsumexp", "", [f"attention_forward{WITH_OPTIONS}"]),
+        ("dquery", "", [f"{PRODUCT}{WITH_OPTIONS}"]),
+        ("dquery", "A", [f"{DQ}{WITH_OPTIONS}"]),
+        ("dkey", "", [f"{DKV_OF_B}{WITH_OPTIONS}"]),
+        ("dquery dkey dvalue", "", [f"{DKV_OF_B}{WITH_OPTIONS}"]),
         (
-            "dquery dkey dvalue",
+            *("dquery dkey dvalue", "A"),
             [
                 *(f"{DKV}{WITH_OPTIONS}", f"{DQ}{WITH_OPTIONS}"),
                 *("attention_delta", MASK_BLOCKS),
             ],
         ),
-        ("dbias", [f"{BIAS_GRADIENT} of bias"]),
-        ("dalibi_slopes", [f"{BIAS_GRADIENT} of alibi_slopes", COMBINE]),
-        ("dsinks", ["attention_sinks_gradient"]),
-        ("", []),
+        ("dbias", "", [f"{BIAS_GRADIENT} of bias"]),
+        ("dalibi_slopes", "", [f"{BIAS_GRADIENT} of alibi_slopes", COMBINE]),
+        ("dsinks", "", ["attention_sinks_gradient"]),
+        ("", "", []),
     ],
     ids=str,
 )
-def test_who_is_blamed_with_options(spoiled, blamed):
-    failed, good = blamed_by(Wrong(*spoiled.split(), by=2), has_options=True)
+def test_who_is_blamed_with_options(spoiled, form, blamed):
+    library = Wrong(*spoiled.split(), by=2)
+    failed, good = blamed_by(library, has_options=True, form=form)
     assert failed == blamed
-    assert len(failed) + len(good) == 9
+    all_of_b = f"{DKV_OF_B}{WITH_OPTIONS}" in failed
+    assert len(failed) + len(good) == (6 if all_of_b else 9)
 
 
 def test_a_shared_bias_is_judged_on_its_own():

@@ -122,7 +122,8 @@ def test_other_kernels_are_proven_when_they_are_needed(cache):
     names = {*json.loads(next((cache / "proofs").iterdir()).read_text())["verdicts"]}
     assert names == {
         FORWARD,
-        *(row(kernel) for kernel in ("delta", "backward_dq", "backward_dkv")),
+        *(row("delta"), row("backward_dq_product")),
+        f"{row('backward_dkv')} of form B",
         row("short_forward", "float16", 200),
         row("short_forward_combine", "float16"),
     }
@@ -399,7 +400,7 @@ def test_a_kernel_that_does_not_run_is_not_remembered():
 
 
 def test_an_error_that_names_a_kernel_blames_only_that():
-    dq = row("backward_dq")
+    dq = row("backward_dq_product")
     proofs = kernel_proof._Proofs(Library(rejection=rejection(dq)))
     assert "another kernel failed" in proofs.objection(SHAPE, "backward")
     # delta was asked first and has no verdict of its own: it is tested again.

@@ -11,7 +11,8 @@ import pytest
 
 from jax_flash_metal import platforms
 from tests.checker.planted import Bug
-from tests.checker.test_planted_bugs import DKV, GUARDS, MASK_BLOCKS
+from tests.checker.test_planted_bugs import DKV as DKV_FILE
+from tests.checker.test_planted_bugs import GUARDS, MASK_BLOCKS
 from tests.support.package_copy import PackageCopy, broken_kernels
 
 pytestmark = pytest.mark.xdist_group("planted")
@@ -28,15 +29,17 @@ BUGS = [
 # Wrong only where a call has options.
 OPTION_BUGS = [
     Bug(
-        *("mask-ignored-by-dkv", DKV),
+        *("mask-ignored-by-dkv", DKV_FILE),
         *(
-            "key_is_seen(params, operands, queries, query_index, row, bias)",
-            "contains(queries, query_index)",
+            "key_is_seen(params, operands, queries[r], query_index, row, bias)",
+            "contains(queries[r], query_index)",
         ),
     ),
     KNOWN["gradient-pair-missing"],
     KNOWN["sinks-of-one-simdgroup"],
 ]
+DKV_ROW = "attention_backward_dkv_float32_d64_q16_k32_b64_s4_paired"
+FORWARD_ROW = "attention_forward_float32_d64_q64_k32_b64_s4"
 WRONG_SUMMARY = Bug("all-hidden", MASK_BLOCKS, "any ? 1 : 0", "0")
 
 # On platform cpu as on flash_metal, which would need a host plugin.
@@ -98,7 +101,7 @@ from jax_flash_metal.attention_library import AttentionLibrary
 
 library = AttentionLibrary(platforms.load_library())
 found = {}
-for case in kernel_cases.cases_of("float32", 32):
+for case in kernel_cases.every_case("float32", 64):
     for key, verdict in kernel_cases.check(library, case).items():
         name, _, how = key.partition(" ")
         kernel = " ".join((kernel_cases.kernel_of(name), how)).strip()
@@ -106,8 +109,9 @@ for case in kernel_cases.cases_of("float32", 32):
         found[kernel] = found.get(kernel, False) or bool(verdict.failure)
 print(json.dumps(found))
 """
+DKV = ("backward_dkv", "backward_dkv of form B")
 WITH_OPTIONS = (
-    *("forward", "backward_dq", "backward_dkv"),
+    *("forward", *DKV, "backward_dq", "backward_dq_product"),
     *("short_forward", "short_forward_combine", "short_dq"),
 )
 GRADIENTS = [
@@ -116,6 +120,7 @@ GRADIENTS = [
 ALL = {
     *(*WITH_OPTIONS, *(f"{kernel} with options" for kernel in WITH_OPTIONS)),
     *("delta", "short_dq_combine", "mask_blocks", "sinks_gradient"),
+    *(*(f"{kernel} in parts" for kernel in DKV), "backward_dkv_combine"),
     *GRADIENTS,
     "bias_gradient_combine",
 }
@@ -123,23 +128,25 @@ ALL = {
 
 def wrong_kernels(copy):
     found = json.loads(run(copy, FIND).stdout)
-    assert set(found) == ALL
+    # In form B nothing is known of it beside a wrong kernel of dK and dV.
+    assert set(found) == ALL - {"backward_dq_product with options"}
     return {kernel for kernel, is_wrong in found.items() if is_wrong}
 
 
 def test_the_proof_finds_exactly_the_wrong_kernels(wrong):
-    kernels = ("forward", "backward_dkv", "short_forward", "short_dq")
+    kernels = ("forward", *DKV, "short_forward", "short_dq")
     assert wrong_kernels(wrong) == {
         *(*kernels, *(f"{kernel} with options" for kernel in kernels)),
+        *(f"{kernel} in parts" for kernel in DKV),
         # Not to be told apart: one result of two kernels.
         *("short_forward_combine", "short_forward_combine with options"),
-        "short_dq_combine",
+        *("short_dq_combine", "backward_dkv_combine"),
     }
 
 
 def test_the_proof_finds_what_is_wrong_with_options(wrong_options):
     assert wrong_kernels(wrong_options) == {
-        "backward_dkv with options",
+        *(f"{kernel} with options" for kernel in DKV),
         *(*GRADIENTS, "bias_gradient_combine", "sinks_gradient"),
     }
 
@@ -172,7 +179,7 @@ def test_a_call_with_options_takes_the_reference_where_only_that_is_wrong(
     assert calls == "['forward', 'backward'] ['forward']"
     assert reason.startswith(
         "metal: the kernels run on a device. The gradient takes the reference: the "
-        "kernel attention_backward_dkv_float32_d64_q16_k32_b64_s4_paired with options is disabled "
+        f"kernel {DKV_ROW} of form B with options is disabled "
     )
 
 
@@ -192,8 +199,8 @@ def test_a_default_call_takes_the_reference_and_warns_once(wrong_forward):
     for _ in range(2):  # the second process has it from the file
         said = run(wrong_forward, program).stdout
         assert said.startswith(
-            "jax_flash_metal: the kernel attention_forward_float32_d64_q64_k32_b64_s4 is "
-            "disabled on software Metal device: its "
+            f"jax_flash_metal: the kernel {FORWARD_ROW} is disabled on software Metal "
+            "device: its "
         )
         assert " is wrong: " in said
         assert "python -m jax_flash_metal doctor --report" in said
@@ -226,7 +233,7 @@ def test_a_wrong_gradient_takes_the_reference_and_says_why(wrong_gradient):
     print(explain(x, x, x, implementation="metal"))
     """
     lines = run(wrong_gradient, program).stdout.splitlines()
-    kernel = "the kernel attention_backward_dkv_float32_d64_q16_k32_b64_s4_paired is disabled on"
+    kernel = f"the kernel {DKV_ROW} of form B is disabled on"
     for line, fate in zip(
         lines, ("takes the reference", "is unsupported"), strict=True
     ):
@@ -250,10 +257,10 @@ def test_explain_and_demanded_kernels_say_why(wrong_forward):
     lines = run(wrong_forward, program).stdout.splitlines()
     assert lines[0].startswith("xla: the kernel attention_forward_float32_d64_")
     assert lines[1].startswith("unsupported: the kernel attention_forward_float32_d64_")
-    assert lines[2] == "metal: the kernels run on a device."
+    assert lines[2].startswith("metal: the kernels run on a device. Rows: ")
     assert lines[3].startswith(
         "implementation='metal' cannot run this call: the kernel "
-        "attention_forward_float32_d64_q64_k32_b64_s4 is disabled on "
+        f"{FORWARD_ROW} is disabled on "
     )
     assert "attach report.txt" in lines[3]
 
@@ -270,8 +277,8 @@ def test_a_missing_kernel_is_a_failure_with_a_sentence(tmp_path):
     copy = PackageCopy(tmp_path / "site", kernels=kernels, library=library)
     said = run(copy, "print(jax_flash_metal.explain(x, x, x))").stdout
     assert said.startswith(
-        "xla: the kernel attention_forward_float32_d64_q64_k32_b64_s4 is disabled on "
-        "software Metal device: it does not compile: "
+        f"xla: the kernel {FORWARD_ROW} is disabled on software Metal device: it does "
+        "not compile: "
     )
 
 
@@ -282,16 +289,16 @@ def test_a_kernel_that_crashes_the_process_does_so_once(wrong_forward, tmp_path)
     copy = PackageCopy(tmp_path / "site", kernels=kernels, library=native)
     copy.edit(
         "kernel_cases",
-        "    names = case.kernels(library)\n",
-        "    import os; os.abort()\n    names = case.kernels(library)\n",
+        "    names = list(keys)\n",
+        "    import os; os.abort()\n    names = list(keys)\n",
     )
     program = START + "print(jax_flash_metal.explain(x, x, x).reason)"
     assert copy.run("-c", program, JAX_PLATFORMS="cpu").returncode == -signal.SIGABRT
     (mark,) = (copy.folder / "cache" / "proofs").iterdir()
     said = run(copy, "print(jax_flash_metal.explain(x, x, x).reason)").stdout
     assert said.startswith(
-        "the kernel attention_forward_float32_d64_q64_k32_b64_s4 is disabled on software "
-        "Metal device: its test crashed (SIGABRT)"
+        f"the kernel {FORWARD_ROW} is disabled on software Metal device: its test "
+        "crashed (SIGABRT)"
     )
     assert mark.exists()  # the other kernels were not tested in the process either
     # What is in the file is believed.
@@ -360,7 +367,7 @@ def test_doctor_fails_and_says_what(wrong_forward):
     arguments = ("-m", "jax_flash_metal", "doctor", "--time-budget", "0")
     done = wrong_forward.run(*arguments, PYTHONIOENCODING="ascii")
     assert done.returncode == 1, done.stderr
-    assert "1 of 12 kernels fail and are disabled" in " ".join(done.stdout.split())
+    assert "1 of 14 kernels fail and are disabled" in " ".join(done.stdout.split())
     assert "FAILED: self-test, " in done.stderr
     assert "The report is in jax-flash-metal-report.txt." in done.stderr
     report = (wrong_forward.folder / "jax-flash-metal-report.txt").read_text()

@@ -18,8 +18,11 @@ from tests.checker.planted import Bug, copy_of_kernels
 
 
 def broken_kernels(folder: Path, bugs: Sequence[Bug]) -> tuple[Path, Path]:
-    """(kernels, library) of a small table of variants with the bugs in it."""
-    kernels = copy_of_kernels(folder)
+    """(kernels, library) of a small table of variants with the bugs in it.
+
+    The form of its backward pass is that of the whole table.
+    """
+    kernels = copy_of_kernels(folder, form="B")
     for bug in bugs:
         bug.plant(kernels)
     library = folder / platforms.LIBRARY.name
