@@ -13,6 +13,7 @@ import datetime
 import itertools
 import math
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,6 @@ from jax_flash_metal.config import AttentionConfig, AttentionOperands
 from jax_flash_metal.kernel_choices import Choice
 from jax_flash_metal.lowering import has_features, takes_kernels
 from jax_flash_metal.tunings import WHOLE_CALLS, Chosen, Timing, Tuning, Unfused
-from jax_flash_metal.variant_table import row_head_dim
 
 DEFAULT_BUDGET_SECONDS = 30.0
 # A row must be this many times as fast as the default to take its place: below it may
@@ -61,13 +61,18 @@ class Candidate:
       which: "forward", "backward", or "forward+backward" of a whole call.
       form: Of kernel_choices.FORMS; of a whole call "fused" or "unfused".
       kernels: Names of those that are chosen; of the unfused form none.
-      run: Does it once, and waits for the end.
+      run: Does it once, and waits for the end; to be called within `prepared`.
+      prepared: A context in which calls take these kernels. What it costs is no cost of
+        a call, so it is entered before the clock starts.
     """
 
     which: str
     form: str
     kernels: tuple[str, ...]
     run: Callable[[], object] = dataclasses.field(repr=False, compare=False)
+    prepared: Callable[[], contextlib.AbstractContextManager[object]] = (
+        dataclasses.field(default=contextlib.nullcontext, repr=False, compare=False)
+    )
 
 
 # Seconds of a call of each candidate, within a budget in seconds; infinite for one that
@@ -102,14 +107,15 @@ def autotune(
       budget_seconds: For all measurements; what does not fit is left out. Compiling a
         kernel may go beyond it.
       again: Measure also where a result is stored.
-      measure: Times the candidates, see `Measure`. None: `measure_in_turn`.
+      measure: Times the candidates, see `Measure`: positive seconds of each. None:
+        `measure_in_turn`.
       **kwargs: As for `flash_attention`.
 
     Returns:
       A `Tuning`; its text is a summary.
 
     Raises:
-      ValueError, TypeError: As `flash_attention` does.
+      ValueError, TypeError: As `flash_attention` does; `measure` gave no times.
       NotImplementedError: Such calls run no Metal kernels.
       RuntimeError: JAX_FLASH_METAL_AUTOTUNE=off forbids it, or the native library or
         its device is missing.
@@ -134,10 +140,7 @@ def autotune(
     platform = platform or jax.default_backend()
     _demand_metal(operands, config, platform)
     if tunings.is_off():
-        raise RuntimeError(
-            f"autotune cannot measure: {tunings.SETTING} says that nothing measured is "
-            "used; unset it."
-        )
+        raise RuntimeError(f"autotune cannot measure: {tunings.OFF}")
     arrays = {n: x for n, x in operands._asdict().items() if x is not None}
     try:
         shape_class = tunings.shape_class_of(config, arrays)
@@ -261,8 +264,11 @@ class _Tuner:
         best: list[Choice] = []
         stages_left = 2 * len(forms) + 3
         for form in sorted(forms, key=lambda form: form != default.form):
-            choice = default if form == default.form else self._start(form)
+            kernels = dict(kernel_choices.FORMS["backward"])[form]
+            left_after_it = stages_left - len(kernels)
+            choice = default if form == default.form else self._start(pass_, form)
             if choice is None:
+                stages_left = left_after_it
                 continue
             for position, rows in enumerate(self._rows(choice)):
                 others = [_with_row(choice, position, row) for row in rows]
@@ -273,13 +279,25 @@ class _Tuner:
                 choice = _fastest(measured)[0]
             else:
                 best.append(choice)
+            stages_left = left_after_it
         return self._chosen(self._stage(pass_, [default, *best], stages_left))
 
-    def _start(self, form: str) -> Choice | None:
-        """A choice of a form that is not the default's: its kernels' first rows."""
+    def _start(self, pass_: _Pass, form: str) -> Choice | None:
+        """A choice of a form that is not the default's: its first rows that are right.
+
+        None: there are none, or no time to look for them.
+        """
         kernels = dict(kernel_choices.FORMS["backward"])[form]
-        rows = [self._rows_of(kernel) for kernel in kernels]
-        return Choice(form, tuple(r[0] for r in rows)) if all(rows) else None
+        for rows in itertools.product(*map(self._rows_of, kernels)):
+            choice = Choice(form, rows)
+            if self._failure(pass_, choice) is None:
+                return choice
+            if self._is_late():
+                break
+        return None
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._deadline
 
     def _rows(self, choice: Choice) -> list[list[str]]:
         """The rows that could stand in each place of the choice."""
@@ -301,10 +319,7 @@ class _Tuner:
         for choice in dict.fromkeys(choices):
             failure = self._failure(pass_, choice)
             if failure is None:
-                run = pass_.runner(choice)
-                candidates.append(
-                    Candidate(pass_.which, choice.form, choice.kernels, run)
-                )
+                candidates.append(pass_.candidate(choice))
             elif choice == choices[0]:
                 return []
         seconds = self._time(candidates, stages_left)
@@ -317,7 +332,8 @@ class _Tuner:
         self, candidates: Sequence[Candidate], stages_left: int
     ) -> Sequence[float]:
         left = max(0.0, self._deadline - time.monotonic())
-        seconds = self._measure(candidates, left / stages_left)
+        given = self._measure(candidates, left / stages_left)
+        seconds = _checked(candidates, given)
         for candidate, second in zip(candidates, seconds):
             is_measured = second < math.inf
             self._timings.append(
@@ -349,7 +365,7 @@ class _Tuner:
         for name in choice.kernels:
             if name in self._disabled:
                 return f"the kernel {name} is disabled: {self._disabled[name]}"
-        if time.monotonic() > self._deadline:
+        if self._is_late():
             return "the time was used up"
         try:
             return self._prove(pass_.which, choice) or pass_.compare(choice)
@@ -357,19 +373,7 @@ class _Tuner:
             return str(error).rstrip(".")
 
     def _prove(self, which: str, choice: Choice) -> str | None:
-        """By the cases of kernel_proof.py; what is found holds for all calls."""
-        shape = self._shape
-        row = row_head_dim(shape.dtype, max(shape.head_dim, shape.value_head_dim))
-        is_short = kernel_choices.is_short(choice.kernels)
-        for case in kernel_cases.cases_of(shape.dtype, row):
-            is_ours = (case.which, case.is_short) == (which, is_short)
-            if not is_ours or (case.has_options and not self._features):
-                continue
-            found = kernel_proof.prove(dataclasses.replace(case, choice=str(choice)))
-            for name, verdict in found.items():
-                if verdict.failure is not None:
-                    return f"the kernel {name} is disabled: {verdict.failure}"
-        return None
+        return tunings.disproof(self._shape, which, choice, has_features=self._features)
 
     def _chosen(self, measured: Sequence[tuple[Choice, float]]) -> Chosen | None:
         if not measured or measured[0][1] == math.inf:
@@ -476,18 +480,21 @@ class _Pass:
             self._library.run(self._problem, self.which)
         self.results = {name: x.copy() for name, x in self._results.items()}
 
-    def runner(self, choice: Choice) -> Callable[[], None]:
-        def run() -> None:
-            with self._forced(choice):
-                self._library.run(self._problem, self.which)
-
-        return run
+    def candidate(self, choice: Choice) -> Candidate:
+        return Candidate(
+            self.which,
+            choice.form,
+            choice.kernels,
+            run=lambda: self._library.run(self._problem, self.which),
+            prepared=lambda: self._forced(choice),
+        )
 
     def compare(self, choice: Choice) -> str | None:
         """How the results by a choice differ too much from the default's, or None."""
         for result in self._results.values():
             result.fill(np.nan)
-        self.runner(choice)()
+        with self._forced(choice):
+            self._library.run(self._problem, self.which)
         dtype = self._results[self._names[0]].dtype.name
         return kernel_cases.difference(dtype, self._results, self.results)
 
@@ -500,6 +507,34 @@ class _Pass:
 def _with_row(choice: Choice, position: int, row: str) -> Choice:
     kernels = (*choice.kernels[:position], row, *choice.kernels[position + 1 :])
     return Choice(choice.form, kernels)
+
+
+def _checked(candidates: Sequence[Candidate], given: Sequence[Any]) -> list[float]:
+    """What a measure gave, as numbers.
+
+    Raises:
+      ValueError: It is not what `Measure` says.
+    """
+    values = list(given)
+    if len(values) != len(candidates):
+        raise ValueError(
+            f"measure must return the seconds of each of the {len(candidates)} "
+            f"candidates, but returned {len(values)} of them."
+        )
+    seconds = []
+    for number, (candidate, value) in enumerate(zip(candidates, values)):
+        try:
+            second = float(value)
+        except (TypeError, ValueError, OverflowError):
+            second = math.nan
+        if not 0 < second <= (math.inf if number else sys.float_info.max):
+            rule = "infinite: not measured" if number else "the first one finite"
+            raise ValueError(
+                f"measure must return positive seconds ({rule}), but returned "
+                f"{value!r} for {candidate}."
+            )
+        seconds.append(second)
+    return seconds
 
 
 def _fastest(measured: Sequence[tuple[Choice, float]]) -> tuple[Choice, float]:
@@ -595,7 +630,8 @@ def measure_in_turn(
 
 
 def _turn(candidate: Candidate, calls: int) -> float:
-    started = time.perf_counter()
-    for _ in itertools.repeat(None, calls):
-        candidate.run()
-    return (time.perf_counter() - started) / calls
+    with candidate.prepared():
+        started = time.perf_counter()
+        for _ in itertools.repeat(None, calls):
+            candidate.run()
+        return (time.perf_counter() - started) / calls

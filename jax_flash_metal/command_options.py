@@ -32,23 +32,30 @@ def count(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Seconds, above 0."""
-    value = seconds_or_none(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, but is {_short(text)}")
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds above 0, but is {_short(text)}"
+        )
     return value
 
 
 def seconds_or_none(text: str) -> float:
     """Seconds; 0: none."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(
             f"must be a number of seconds, at least 0, but is {_short(text)}"
         )
     return value
+
+
+def _number(text: str) -> float:
+    """NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _short(text: str) -> str:

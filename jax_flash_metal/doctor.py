@@ -52,6 +52,13 @@ def run_command(options: argparse.Namespace) -> int:
         except ValueError as error:
             print(f"doctor: {error}", file=sys.stderr)
             return EXIT_WRONG_OPTIONS
+    if options.tune:
+        # Here: everything else must work where not even this can be imported.
+        from jax_flash_metal import tunings
+
+        if tunings.is_off():
+            print(f"doctor: --tune cannot measure: {tunings.OFF}", file=sys.stderr)
+            return EXIT_WRONG_OPTIONS
     progress = _Progress()
     report = run(options.shapes, options.time_budget, progress.show, tune=options.tune)
     progress.clear()

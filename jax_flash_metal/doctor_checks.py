@@ -594,7 +594,7 @@ def check_tuning(events: Events, options: dict[str, Any]) -> None:
         )
     else:
         unfused = [t.unfused for t in before.values() if t.unfused is not None]
-        count = sum(u.is_taken for u in unfused)
+        count = sum(u.is_taken_forward for u in unfused)
         message = (
             f"What was measured on this device decides {len(before)} "
             f"class{'es' if len(before) > 1 else ''} of calls, "

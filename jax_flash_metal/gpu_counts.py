@@ -812,7 +812,7 @@ def default_rows(
     family: int,
     limit: int = SCORE_GRADIENT_LIMIT,
 ) -> Rows:
-    """Those of the planner on a GPU of the family; `limit`: bytes of form B's scratch."""
+    """Those of the planner on a GPU of the family; `limit`: of form B's scratch."""
 
     def row(kernel: str) -> Variant:
         return default_variant(kernel, dtype, shape.head_dim, family)

@@ -265,7 +265,7 @@ def attention_launches(
     is_causal: bool,
     rows: Rows | None = None,
 ) -> list[Launch]:
-    """Those of a pass on the chip, with the rows of the table unless others are given."""
+    """Those of a pass on the chip; the rows as attention_seconds() takes them."""
     limit = score_gradient_limit(chip)
     rows = rows or gpu_counts.default_rows(shape, dtype, chip.family, limit)
     return gpu_counts.launches(shape, rows, pass_, is_causal, limit)

@@ -14,8 +14,8 @@ NOTE = (
     "is off where others have measured: docs/model.md."
 )
 WHY_NOT_MODELLED = (
-    f"up to {gpu_counts.SHORT_QUERY} queries have kernels of their own, which the model "
-    "does not describe"
+    f"up to {gpu_counts.SHORT_QUERY} queries have kernels of their own, which the "
+    "model does not describe"
 )
 
 _HEADER = (

@@ -6,6 +6,7 @@ attributes that the handlers (plugin/ffi) decode: version 3 of the wire format.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -147,10 +148,14 @@ def _lower(
     """`platform` None: whatever the program is lowered for."""
     platforms = lowering_platforms(ctx) if platform is None else (platform,)
     backend = takes_kernels(config, *platforms)
+    if backend == "metal":
+        _load_measurements(which, ctx, config, names)
     if (
         backend is not None
         and not _falls_back(backend, which, ctx, config, names)
-        and not (backend == "metal" and _is_unfused(ctx, config, names, platforms[0]))
+        and not (
+            backend == "metal" and _is_unfused(which, ctx, config, names, platforms[0])
+        )
     ):
         # Here and not at import: `import jax_flash_metal` must stay light.
         from jax_flash_metal.platforms import ensure_registered
@@ -234,21 +239,43 @@ def _unpack(
     return AttentionOperands(**named), arrays[end:]
 
 
-def _is_unfused(
-    ctx: Any, config: AttentionConfig, names: tuple[str, ...], platform: str
-) -> bool:
-    """Whether the reference was measured to be faster for such calls on this machine.
+def _load_measurements(
+    which: str, ctx: Any, config: AttentionConfig, names: tuple[str, ...]
+) -> None:
+    """What was measured of the kernels, for every program with Metal kernels.
 
-    Asked for every program with Metal kernels, also where the answer is clear: what was
-    measured of the kernels is loaded by it.
+    Before their proof, which is of the rows that run.
     """
+    from jax_flash_metal import platforms, tunings
+
+    if num_partitions(ctx) > 1:
+        tunings.load()  # asked again, for the part of one device
+        return
+    features = has_features(config, names)
+    operands = _operands_of(ctx, names)
+    # Without a library _falls_back says so.
+    with contextlib.suppress(platforms.LibraryError):
+        tunings.prove_rows(config, operands, which, has_features=features)
+
+
+def _is_unfused(
+    which: str,
+    ctx: Any,
+    config: AttentionConfig,
+    names: tuple[str, ...],
+    platform: str,
+) -> bool:
+    """Whether the reference was measured to be faster for such calls here."""
     from jax_flash_metal import tunings
 
-    tunings.load()
     if num_partitions(ctx) > 1:
         return False  # asked again, for the part of one device
-    operands = dict(zip(operand_names(names, has_residuals=False), ctx.avals_in))
-    return tunings.unfused_reason(config, operands, platform) is not None
+    operands = _operands_of(ctx, names)
+    return tunings.unfused_reason(config, operands, platform, which) is not None
+
+
+def _operands_of(ctx: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return dict(zip(operand_names(names, has_residuals=False), ctx.avals_in))
 
 
 class _Objection(NamedTuple):

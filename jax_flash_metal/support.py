@@ -99,9 +99,13 @@ def explain(
     if backend == "metal":
         from jax_flash_metal import tunings
 
-        unfused = tunings.unfused_reason(config, operands._asdict(), platform)
-        if unfused is not None:
-            return Explanation("xla", f"{unfused}.")
+        unfused = {
+            which: tunings.unfused_reason(config, operands._asdict(), platform, which)
+            for which in ("forward", "backward")
+        }
+        if unfused["forward"] is not None:
+            return Explanation("xla", f"{unfused['forward']}.")
+        backward = backward or unfused["backward"]
     who = "the kernels"
     if backend == "cpu":
         from jax_flash_metal import kernel_proof
@@ -131,6 +135,13 @@ def _objections(
     if any(name in names for name in DIFFERENTIABLE_OPTIONS):
         passes.append("gradient")
     try:
+        if backend == "metal":  # in the order of lowering.py
+            from jax_flash_metal import tunings
+
+            for which in ("forward", "backward"):
+                tunings.prove_rows(
+                    config, operands._asdict(), which, has_features=features
+                )
         forward = kernel_proof.objection(backend, shape, "forward", features)
         backward = (kernel_proof.objection(backend, shape, p, features) for p in passes)
         return forward, next(filter(None, backward), None)

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -23,17 +24,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_flash_metal import kernel_choices, kernel_proof, platforms
+from jax_flash_metal import kernel_cases, kernel_choices, kernel_proof, platforms
 from jax_flash_metal._version import __version__
-from jax_flash_metal.attention_library import AttentionError, AttentionLibrary
+from jax_flash_metal.attention_library import (
+    AttentionError,
+    AttentionLibrary,
+    CallShape,
+)
 from jax_flash_metal.config import AttentionConfig, AttentionOperands, full_batch
-from jax_flash_metal.kernel_choices import NO_FORM, Choice
+from jax_flash_metal.kernel_choices import FORMS, NO_FORM, Choice
 from jax_flash_metal.lowering import KERNEL_PLATFORMS
+from jax_flash_metal.variant_table import row_head_dim
 
 _logger = logging.getLogger(__name__)
 
 # "off": what is stored is not used.
 SETTING = "JAX_FLASH_METAL_AUTOTUNE"
+# Why nothing is measured then.
+OFF = f"{SETTING} says that nothing measured is used; unset it."
 
 # The unfused form is taken only where it wins clearly and its memory is no surprise.
 UNFUSED_GAIN = 1.05
@@ -45,7 +53,7 @@ WHOLE_CALLS = ("fused", "unfused")
 
 
 class TuningWarning(UserWarning):
-    """What was measured earlier cannot be used: calls take the table's defaults."""
+    """What was measured earlier cannot be used, or what was measured not be kept."""
 
 
 # -- One class -------------------------------------------------------------------------
@@ -124,12 +132,26 @@ class Unfused:
 
     @property
     def is_taken(self) -> bool:
-        """Whether calls without `implementation` take the reference for it.
+        """Whether gradients of calls without `implementation` take the reference.
 
         Not on a platform where they take no Metal kernels anyway.
         """
         default = next(iter(KERNEL_PLATFORMS.get(self.platform, ())), None)
         return default == "metal" and self.gain > UNFUSED_GAIN
+
+    @property
+    def is_taken_forward(self) -> bool:
+        """Whether the calls themselves take it, too.
+
+        Nobody knows yet whether a gradient will be asked for: it must be slower neither
+        with one nor without.
+        """
+        slower = self.fused_seconds["forward"] > self.seconds["forward"]
+        return self.is_taken and slower
+
+    def is_taken_by(self, which: str) -> bool:
+        """Whether that pass takes it."""
+        return self.is_taken_forward if which == "forward" else self.is_taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +212,7 @@ class Tuning:
             lines.append(
                 f"  whole call, {which}: {_duration(self.unfused.fused_seconds[which])}"
                 f" by the kernels, {_duration(self.unfused.seconds[which])} unfused"
-                + (": unfused is taken" if self.unfused.is_taken else "")
+                + self._verdict()
             )
         lines += [
             f"  left out: {timing.label}: {timing.failure}"
@@ -198,6 +220,13 @@ class Tuning:
             if timing.failure is not None
         ]
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.unfused is None or not self.unfused.is_taken:
+            return ""
+        if self.unfused.is_taken_forward:
+            return ": unfused is taken"
+        return ": unfused is taken by the gradient, the forward pass is slower by it"
 
 
 def _duration(seconds: float) -> str:
@@ -226,52 +255,113 @@ def _as_json(tuning: Tuning) -> dict[str, Any]:
     return fields
 
 
-def _from_json(fields: Mapping[str, Any]) -> Tuning:
-    """Raises ValueError, LookupError or TypeError: it is no tuning."""
+def _from_json(fields: Any) -> Tuning:
+    """Of what _as_json made, and of nothing else.
 
-    def chosen(value: Mapping[str, Any] | None) -> Chosen | None:
+    Raises:
+      ValueError: It is no tuning.
+    """
+
+    def chosen(which: str) -> Chosen | None:
+        value = fields[which]
         if value is None:
             return None
-        return Chosen(
-            str(value["form"]),
-            tuple(str(name) for name in value["kernels"]),
-            _positive(value["seconds"]),
-            _positive(value["default_seconds"]),
+        _demand_keys(value, Chosen)
+        kernels = _names(value["kernels"])
+        forms = [form for form, _ in FORMS[which]]
+        if value["form"] not in forms or not kernels:
+            raise ValueError(f"{_short(value)} chooses no kernels")
+        seconds = (_positive(value[s]) for s in ("seconds", "default_seconds"))
+        return Chosen(value["form"], kernels, *seconds)
+
+    def whole_calls(value: Any) -> dict[str, float]:
+        passes = ("forward", "forward+backward")
+        if not isinstance(value, dict) or value.keys() != set(passes):
+            raise ValueError(f"{_short(value)} has no times of whole calls")
+        return {which: _positive(value[which]) for which in passes}
+
+    def compared(value: Any) -> Unfused | None:
+        if value is None:
+            return None
+        _demand_keys(value, Unfused)
+        times = (whole_calls(value[name]) for name in ("seconds", "fused_seconds"))
+        return Unfused(_name(value["platform"]), *times)
+
+    def timing(value: Any) -> Timing:
+        _demand_keys(value, Timing)
+        seconds, failure = value["seconds"], value["failure"]
+        return Timing(
+            _name(value["which"]),
+            _name(value["form"]),
+            _names(value["kernels"]),
+            None if seconds is None else _positive(seconds),
+            None if failure is None else _text(failure),
         )
 
-    unfused = fields["unfused"]
-    passes = ("forward", "forward+backward")
+    _demand_keys(fields, Tuning, but="origin")
     return Tuning(
-        shape_class=str(fields["shape_class"]),
-        created=str(fields["created"]),
-        device=str(fields["device"]),
-        forward=chosen(fields["forward"]),
-        backward=chosen(fields["backward"]),
-        unfused=unfused
-        and Unfused(
-            str(unfused["platform"]),
-            *(
-                {which: _positive(unfused[name][which]) for which in passes}
-                for name in ("seconds", "fused_seconds")
-            ),
-        ),
-        timings=tuple(
-            Timing(**{**timing, "kernels": tuple(timing["kernels"])})
-            for timing in fields["timings"]
-        ),
+        shape_class=_name(fields["shape_class"]),
+        created=_name(fields["created"]),
+        device=_text(fields["device"]),
+        forward=chosen("forward"),
+        backward=chosen("backward"),
+        unfused=compared(fields["unfused"]),
+        timings=tuple(map(timing, _list(fields["timings"]))),
     )
 
 
+def _demand_keys(value: Any, record: Any, but: str = "") -> None:
+    names = {field.name for field in dataclasses.fields(record)} - {but}
+    if not isinstance(value, dict) or value.keys() != names:
+        raise ValueError(f"{_short(value)} is no {record.__name__}")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{_short(value)} is no list")
+    return value
+
+
+def _text(value: Any) -> str:
+    """Can be printed: a file may have halves of characters."""
+    if not isinstance(value, str):
+        raise ValueError(f"{_short(value)} is no text")
+    value.encode()
+    return value
+
+
+def _name(value: Any) -> str:
+    """Has no tabs and line breaks: the planner reads them."""
+    if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{_short(value)} is no name")
+    return value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(map(_name, _list(value)))
+
+
 def _positive(value: Any) -> float:
-    number = float(value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"a time must be positive, but got {value!r}")
-    return number
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Compared before it is converted: an integer may be too large.
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"a time must be positive, but got {_short(value)}")
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    """ASCII, for a warning that can be printed."""
+    text = ascii(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+_SHOWN = 60
 
 
 # -- The file --------------------------------------------------------------------------
 
 _SCHEMA = 1
+_CONTENT = {"schema", "identity", "tunings"}
 # Of waiting for another process, which holds the lock for milliseconds.
 _LOCK_SECONDS = 10.0
 
@@ -295,13 +385,11 @@ class Store:
         """By shape class. A file that cannot be read stays as it is, with a warning."""
         try:
             return self._read()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            warnings.warn(
-                f"jax_flash_metal: the measurements in {self.path} cannot be read, "
-                f"calls take the table's defaults: {type(error).__name__}: {error}. "
-                "Delete the file, or tune again: that keeps it as .corrupt.",
-                TuningWarning,
-                stacklevel=2,
+        except Exception as error:  # whatever is in it: calls must not fail for it
+            _warn(
+                f"the measurements in {self.path} cannot be read, calls take the "
+                f"table's defaults: {type(error).__name__}: {error}. Delete the file, "
+                "or tune again: that keeps it as .corrupt."
             )
             return {}
 
@@ -312,6 +400,8 @@ class Store:
             content = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
+        if not isinstance(content, dict) or content.keys() != _CONTENT:
+            raise ValueError("it has other contents")
         if content["schema"] != _SCHEMA or content["identity"] != self._identity:
             raise ValueError("it is of another schema or device")
         return {
@@ -323,8 +413,13 @@ class Store:
         """Keeps it beside what is there by now; returns everything.
 
         Under a lock of the system, so that of two processes neither loses what it has
-        measured; then renamed into place, so that readers need no lock.
+        measured; then renamed into place, so that readers need no lock. Where that is
+        not possible nothing is written, with a warning.
+
+        Raises:
+          ValueError: It could not be read again.
         """
+        _from_json(json.loads(json.dumps(_as_json(tuning))))
         if self.path is None:
             return {tuning.shape_class: tuning}
         try:
@@ -332,14 +427,19 @@ class Store:
             with _locked(self.path.with_suffix(".lock")):
                 try:
                     kept = self._read()
-                except (OSError, ValueError, LookupError, TypeError, AttributeError):
+                except OSError:
+                    raise
+                except Exception:  # as in `read`
                     os.replace(self.path, self.path.with_suffix(".corrupt"))
                     kept = {}
                 kept[tuning.shape_class] = tuning
                 self._write(kept)
                 return kept
         except OSError as error:
-            _logger.info("what was measured is not kept: %s", error)
+            _warn(
+                f"what was measured of {tuning.shape_class} is used in this process, "
+                f"but not kept for others: {type(error).__name__}: {error}"
+            )
             return {tuning.shape_class: tuning}
 
     def _write(self, tunings: Mapping[str, Tuning]) -> None:
@@ -369,7 +469,11 @@ class Store:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among processes, if the file system can; the system frees a dead one's."""
+    """Alone among processes; the system frees a dead one's.
+
+    Raises:
+      OSError: The file system has no locks, or another process keeps this one.
+    """
     import fcntl
 
     with path.open("w") as file:
@@ -378,13 +482,10 @@ def _locked(path: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError as error:
-                if not isinstance(error, BlockingIOError):
-                    _logger.info("%s cannot be locked: %s", path, error)
-                    break
+            except BlockingIOError as error:
                 if time.monotonic() > deadline:
-                    _logger.info("%s is locked by another process", path)
-                    break
+                    text = f"another process has locked {path} for too long"
+                    raise TimeoutError(text) from error
             time.sleep(0.01)
         yield
 
@@ -393,6 +494,16 @@ def _locked(path: Path) -> Iterator[None]:
 
 _lock = threading.RLock()
 _in_use: dict[str, Tuning] | None = None  # by shape class; None: not loaded yet
+
+
+_warned: set[str] = set()
+
+
+def _warn(text: str) -> None:
+    """Of each once per process."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"jax_flash_metal: {text}", TuningWarning, stacklevel=3)
 
 
 def is_off() -> bool:
@@ -437,11 +548,11 @@ def load() -> Mapping[str, Tuning]:
         if _in_use is None:
             _in_use = {}
             folder = _folder()
-            if is_off() or folder is None or not any(folder.glob("*.json")):
-                return _in_use
             try:
+                if is_off() or folder is None or not any(folder.glob("*.json")):
+                    return _in_use
                 _use(store().read())
-            except (platforms.LibraryError, AttentionError) as error:
+            except (platforms.LibraryError, AttentionError, OSError) as error:
                 _logger.info("nothing stored is used: %s", error)
         return _in_use
 
@@ -469,12 +580,7 @@ def _use(tunings: Mapping[str, Tuning]) -> None:
         try:
             kernel_choices.use(library(), {**choices, **own})
         except AttentionError as error:
-            warnings.warn(
-                f"jax_flash_metal: what was measured of {shape_class} is not used: "
-                f"{error}",
-                TuningWarning,
-                stacklevel=2,
-            )
+            _warn(f"what was measured of {shape_class} is not used: {error}")
             continue
         kept[shape_class] = tuning
         choices |= own
@@ -482,10 +588,78 @@ def _use(tunings: Mapping[str, Tuning]) -> None:
     _in_use = kept
 
 
-def unfused_reason(
-    config: AttentionConfig, operands: Mapping[str, Any], platform: str
+def prove_rows(
+    config: AttentionConfig,
+    operands: Mapping[str, Any],
+    which: str,
+    *,
+    has_features: bool,
+) -> None:
+    """Loads what is stored, and proves the rows that the pass of a call takes by it.
+
+    Asked before the kernels' own proof when a program is lowered. A result with a row
+    that fails is no longer used, with a warning: its class takes the table's rows.
+
+    Args:
+      config: Of the call.
+      operands: By name: shapes and dtypes.
+      which: The pass; "gradient" has nothing that can be chosen.
+      has_features: Of the call, as kernel_proof.objection takes it.
+    """
+    tunings = load()
+    if not tunings:
+        return
+    try:
+        found = tunings.get(shape_class_of(config, operands))
+    except AttentionError:
+        return  # the call's own error says it better
+    if found is None:
+        return
+    chosen = found.choices().get((found.shape_class, which))
+    if chosen is None:
+        return
+    shape = CallShape.of(*(operands[name] for name in ("query", "key", "value")))
+    failure = disproof(shape, which, chosen, has_features=has_features)
+    if failure is None:
+        return
+    with _lock:
+        _warn(f"what was measured of {found.shape_class} is not used: {failure}")
+        _use({name: t for name, t in load().items() if t != found})
+
+
+def disproof(
+    shape: CallShape, which: str, choice: Choice, *, has_features: bool
 ) -> str | None:
-    """Why a call takes the reference although the kernels cover it, as a clause.
+    """What the tiny cases of the kernels find wrong with a choice, as a clause.
+
+    What they find holds for all calls.
+
+    Raises:
+      platforms.LibraryError: There is no library.
+    """
+    row = row_head_dim(shape.dtype, max(shape.head_dim, shape.value_head_dim))
+    is_short = kernel_choices.is_short(choice.kernels)
+    for case in kernel_cases.cases_of(shape.dtype, row):
+        is_ours = (case.which, case.is_short) == (which, is_short)
+        if not is_ours or (case.has_options and not has_features):
+            continue
+        try:
+            found = kernel_proof.prove(dataclasses.replace(case, choice=str(choice)))
+        except AttentionError as error:
+            return str(error).rstrip(".")
+        for name, verdict in found.items():
+            if verdict.failure is not None:
+                return f"the kernel {name} is disabled: {verdict.failure}"
+    return None
+
+
+def unfused_reason(
+    config: AttentionConfig,
+    operands: Mapping[str, Any],
+    platform: str,
+    which: str = "forward",
+) -> str | None:
+    """Why a pass takes the reference although the kernels cover it, as a clause.
 
     None: it takes the kernels. Asked when a program is lowered, so unlike the kernels'
     rows this is fixed in compiled programs.
@@ -494,6 +668,7 @@ def unfused_reason(
       config: Of the call.
       operands: By name: shapes and dtypes.
       platform: The JAX platform.
+      which: The pass. The forward one takes it only where the others do, too.
     """
     if config.implementation is not None:
         return None
@@ -508,14 +683,16 @@ def unfused_reason(
     except AttentionError:
         return None  # the call's own error says it better
     unfused = found.unfused if found is not None else None
-    if unfused is None or unfused.platform != platform or not unfused.is_taken:
+    if unfused is None or unfused.platform != platform:
         return None
-    which = "forward+backward"
+    if not unfused.is_taken_by(which):
+        return None
+    both = "forward+backward"
     return (
         f"measured on this machine, forward and backward take "
-        f"{_duration(unfused.seconds[which])} by the reference, which keeps "
+        f"{_duration(unfused.seconds[both])} by the reference, which keeps "
         f"{scores / 2**20:.3g} MiB of scores, and "
-        f"{_duration(unfused.fused_seconds[which])} by the kernels"
+        f"{_duration(unfused.fused_seconds[both])} by the kernels"
     )
 
 

@@ -1,5 +1,5 @@
 // Measured choices: which kernels calls of a class take instead of the table's defaults. Text
-// to table only: who measures and keeps it is the Python package (autotune.py).
+// to table only: who measures and keeps it is the Python package (autotuner.py).
 #pragma once
 
 #include <map>

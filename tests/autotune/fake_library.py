@@ -176,6 +176,7 @@ def install(monkeypatch, fake):
     """As in a process that has just started."""
     monkeypatch.setattr(tunings, "library", lambda: fake)
     monkeypatch.setattr(tunings, "_in_use", None)
+    monkeypatch.setattr(tunings, "_warned", set())
     monkeypatch.setattr(kernel_choices, "_measured", {})
     monkeypatch.setattr(kernel_choices, "variants", lambda: TABLE)
     kernel_choices.template_of.cache_clear()

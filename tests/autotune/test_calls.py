@@ -21,7 +21,7 @@ from jax_flash_metal import (
 from jax_flash_metal.attention_library import AttentionLibrary
 from jax_flash_metal.kernel_choices import Choice
 from tests.support import native
-from tests.support.processes import output_of
+from tests.support.processes import ROOT, output_of
 
 SHAPES = ((2, 37, 6, 40), (2, 53, 3, 40), (2, 53, 3, 40))
 CLASS = "float16 d40 v40 q64 k64 n16 g2"
@@ -31,6 +31,7 @@ CLASS = "float16 d40 v40 q64 k64 n16 g2"
 def clean(monkeypatch, tmp_path):
     """Nothing is measured; kernels that others have proven stay so."""
     monkeypatch.setattr(tunings, "_in_use", None)
+    monkeypatch.setattr(tunings, "_warned", set())
     monkeypatch.setattr(tunings, "_folder", lambda: tmp_path / "autotune")
     yield
     kernel_choices.use(tunings.library(), {})
@@ -160,23 +161,23 @@ def test_a_compiled_program_takes_a_new_choice():
         return out.astype(jnp.float32).sum()
 
     step = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
-    operands = arrays()
+    operands = arrays(jnp.bfloat16)  # whose dS is rounded in the scratch
     gradients = {}
     for form in ("A", "B", "A again"):
         (choice, *_) = (
             choice
             for choice in kernel_choices.every_choice(
-                "backward", "float16", 64, for_few_queries=False
+                "backward", "bfloat16", 64, for_few_queries=False
             )
             if choice.form == form[0]
         )
-        key = (CLASS, "backward")
+        key = (CLASS.replace("float16", "bfloat16"), "backward")
         kernel_choices.use(tunings.library(), {key: choice})
-        gradients[form] = np.asarray(step(*operands)[0])
+        gradients[form] = np.asarray(step(*operands)[0], np.float32)
     assert len(traced) == 1
     assert (gradients["A"] == gradients["A again"]).all()
     assert (gradients["A"] != gradients["B"]).any()
-    np.testing.assert_allclose(gradients["A"], gradients["B"], atol=2e-2, rtol=2e-2)
+    np.testing.assert_allclose(gradients["A"], gradients["B"], atol=5e-2, rtol=5e-2)
 
 
 def test_docstring(monkeypatch):
@@ -307,6 +308,65 @@ def test_a_wrong_kernel_is_not_chosen(monkeypatch):
     assert wrong not in plan("forward")["kernels"]
 
 
+@pytest.fixture
+def stored():
+    """A result of another process for causal calls, which are of no tiny case's class:
+    the last rows.
+    """
+    library = tunings.library()
+    chosen = {
+        which: tunings.Chosen(choice.form, choice.kernels, 1.0, 2.0)
+        for which in ("forward", "backward")
+        for choice in kernel_choices.every_choice(
+            which, "float16", 64, for_few_queries=False
+        )
+    }
+    name = library.device_facts().get("name", "")
+    tuning = tunings.Tuning(
+        f"{CLASS} causal", "now", name, **chosen, unfused=None, timings=()
+    )
+    tunings.store().add(tuning)
+    return tuning
+
+
+def test_the_rows_that_run_are_proven(monkeypatch, tmp_path, stored):
+    """By the first program of a process that finds a stored result, before it runs."""
+    monkeypatch.setenv(platforms.CACHE_SETTING, str(tmp_path / "cache"))
+    proofs = kernel_proof._Proofs(AttentionLibrary(native.load()))
+    monkeypatch.setattr(kernel_proof, "_only_proofs", lambda backend: proofs)
+    assert not proofs._verdicts
+    program = lowered(is_causal=True, implementation="metal")
+    assert has_kernels(program)
+    for which in ("forward", "backward"):
+        kernels = set(getattr(stored, which).kernels)
+        assert kernels <= set(plan(which, is_causal=True)["kernels"])
+        proven = {kernel_proof.kernel_cases.kernel_of_key(k) for k in proofs._verdicts}
+        assert kernels <= proven
+
+
+@pytest.mark.parametrize("asked", ["lowering", "explain"])
+def test_a_row_that_fails_its_proof_is_not_used(monkeypatch, stored, asked):
+    """Stored by a process where it did not: the class takes the table's rows."""
+    bad = stored.forward.kernels[0]
+    verdicts = {bad: kernel_proof.Verdict(None, "planted")}
+    monkeypatch.setattr(
+        kernel_proof, "prove", lambda case: verdicts if bad in case.choice else {}
+    )
+    expected = rf"{CLASS} causal is not used: the kernel {bad} is disabled: planted"
+    with pytest.warns(tunings.TuningWarning, match=expected):
+        if asked == "lowering":
+            assert has_kernels(lowered(is_causal=True, implementation="metal"))
+        else:
+            explanation = jax_flash_metal.explain(
+                *structs(), is_causal=True, implementation="metal", platform="cpu"
+            )
+            assert explanation.origin.startswith("default")
+    assert tunings.load() == {}
+    assert {plan(w, is_causal=True)["origin"] for w in ("forward", "backward")} == {
+        "default"
+    }
+
+
 # -- The reference ---------------------------------------------------------------------
 
 
@@ -368,6 +428,34 @@ def test_a_call_takes_the_reference_where_that_is_faster():
     )
     forced = jax_flash_metal.explain(*structs(), platform="cpu", implementation="metal")
     assert forced.implementation == "metal"
+
+
+@pytest.mark.usefixtures("metal_by_default")
+def test_a_forward_pass_that_is_slower_by_the_reference_keeps_the_kernels():
+    """Although forward and backward together are faster by it."""
+
+    def measure(candidates, budget_seconds):
+        times = {
+            ("forward", "fused"): 1e-3,
+            ("forward", "unfused"): 2e-3,
+            ("forward+backward", "fused"): 9e-3,
+            ("forward+backward", "unfused"): 6e-3,
+        }
+        return [times.get((c.which, c.form), 1.0) for c in candidates]
+
+    result = tune(measure, implementation=None)
+    assert result.unfused.is_taken and not result.unfused.is_taken_forward
+    assert "unfused is taken by the gradient" in str(result)
+    call = jax.jit(jax_flash_metal.flash_attention)
+    assert TARGETS[0] in call.lower(*structs()).as_text()
+    gradient = lowered()
+    assert TARGETS[0] in gradient and TARGETS[1] not in gradient
+    explanation = jax_flash_metal.explain(*structs(), platform="cpu")
+    assert explanation.implementation == "metal"
+    assert (
+        "The gradient takes the reference: measured on this machine, forward and "
+        "backward take 6 ms by the reference"
+    ) in explanation.reason
 
 
 @pytest.mark.usefixtures("metal_by_default")
@@ -436,3 +524,14 @@ def test_forced_choices_end():
     with pytest.raises(native.NativeError, match='"nothing"'), nothing:
         pass
     assert names() == default
+
+
+def test_the_rows_in_the_docs_exist():
+    text = (ROOT / "docs" / "autotune.md").read_text(encoding="utf-8")
+    example = text[text.index("    metal: ") : text.index("(The rows exist")]
+    shown = re.findall(r"(forward|dkv|dq_product) (d\d\w+)", " ".join(example.split()))
+    assert [part for part, _ in shown] == ["forward", "dkv", "dq_product"]
+    for part, row in shown:
+        kernel = "attention_" + ("" if part == "forward" else "backward_") + part
+        names = kernel_choices.rows_of(kernel, "float16", 128)
+        assert f"{kernel}_float16_{row}" in names

@@ -1,9 +1,12 @@
 """What autotune measures and chooses, with a table and times that are made up."""
 
+import contextlib
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_flash_metal
@@ -256,6 +259,25 @@ def test_a_default_that_fails_its_proof_ends_it(library, monkeypatch):
         tune(Times())
 
 
+def test_a_form_begins_with_the_first_row_that_is_right(library, monkeypatch):
+    disabled = {name("backward_dq_product", 16): "planted"}
+    monkeypatch.setattr(kernel_proof, "failures", lambda backend: disabled)
+    result = tune(Times(B=-0.5))
+    assert (result.backward.form, result.backward.kernels) == (
+        "B",
+        (name("backward_dkv", 16), name("backward_dq_product", 32)),
+    )
+
+
+def test_the_time_of_a_form_without_right_rows_is_shared(library):
+    library.errors = {name("backward_dq_product", q): "no" for q in (16, 32)}
+    times = Times(B=-0.5)
+    assert tune(times, budget_seconds=80.0).backward.form == "A"
+    # The rows of two kernels of form A, then the default and the best one.
+    expected = [80 / 7, 80 / 6, 80 / 3]
+    assert times.budgets[1:4] == pytest.approx(expected, rel=0.1)
+
+
 # -- Whole calls -----------------------------------------------------------------------
 
 
@@ -356,6 +378,44 @@ def test_the_setting_forbids_it(library, monkeypatch):
         tune(Times())
 
 
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        *((x, "must return positive seconds") for x in (math.nan, 0.0, -1.0, None)),
+        ("fast", "returned 'fast' for Candidate"),
+        (10**400, "must return positive seconds"),
+    ],
+    ids=lambda x: str(x)[:8],
+)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_measure_must_return_seconds(library, second, sentence, position):
+    def measure(candidates, budget_seconds):
+        seconds = [1.0] * len(candidates)
+        seconds[position] = second
+        return seconds
+
+    with pytest.raises(ValueError, match=sentence):
+        tune(measure)
+    assert tunings.store().read() == {}
+
+
+def test_a_measure_must_measure_the_first_and_all(library):
+    with pytest.raises(ValueError, match="the first one finite"):
+        tune(lambda candidates, budget: [math.inf] * len(candidates))
+    for seconds in ([], [1.0], [1.0] * 4):
+        with pytest.raises(
+            ValueError, match=f"of the 3 candidates, but .* {len(seconds)}"
+        ):
+            tune(lambda candidates, budget, seconds=seconds: seconds)
+    assert tunings.load() == {}
+
+
+def test_a_measure_may_return_other_numbers(library):
+    result = tune(lambda candidates, budget: np.ones(len(candidates), np.float32))
+    assert type(result.forward.seconds) is float
+    assert tunings.store().read() == {result.shape_class: result}
+
+
 # -- The clock -------------------------------------------------------------------------
 
 
@@ -387,6 +447,43 @@ def test_candidates_take_turns(monkeypatch):
     assert autotuner.measure_in_turn(candidates, 1e9) == [0.25, 0.125]
     assert clock.order[:4] == ["a", "a", "b", "b"]
     assert clock.order[4:12] == ["b", "a", "a", "b", "b", "a", "a", "b"]
+
+
+def test_kernels_are_chosen_before_the_clock_starts(monkeypatch):
+    """Once for a turn."""
+    clock = Clock(monkeypatch)
+    inside = []
+
+    @contextlib.contextmanager
+    def prepared():
+        clock.now += 7.0
+        inside.append(True)
+        yield
+        clock.now += 7.0
+
+    candidate = clock.candidate("a", 2**-12)
+    candidate = dataclasses.replace(candidate, prepared=prepared)
+    assert autotuner.measure_in_turn([candidate], 1e9) == [2**-12]
+    assert (len(inside), len(clock.order)) == (3, 2 + 9)
+
+
+def test_a_candidate_runs_its_kernels(library):
+    """Where it is prepared, and only there."""
+    seen = []
+
+    def measure(candidates, budget_seconds):
+        for candidate in candidates:
+            with candidate.prepared():
+                if candidate.form not in tunings.WHOLE_CALLS:
+                    candidate.run()
+                    kernels = library.runs[-1][1]
+                    assert tuple(kernels) == candidate.kernels
+                    seen.append(candidate)
+            assert candidate.form in tunings.WHOLE_CALLS or not library.choices
+        return [1.0] * len(candidates)
+
+    tune(measure)
+    assert {candidate.which for candidate in seen} == {"forward", "backward"}
 
 
 def test_a_hopeless_candidate_gets_no_more_turns(monkeypatch):

@@ -112,6 +112,29 @@ def test_bench_needs_metal_kernels_to_tune(capsys):
     assert "bench: --tune is about the Metal kernels: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("bench", ["--implementations", "metal"]), ("doctor", [])],
+    ids=["bench", "doctor"],
+)
+def test_commands_refuse_to_tune_where_that_is_off(
+    monkeypatch, capsys, command, options
+):
+    """At the start, before anything else has taken its time."""
+
+    def run(*arguments, **more):
+        raise AssertionError
+
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(doctor, "run", run)
+    monkeypatch.setenv(tunings.SETTING, "off")
+    assert command_line.main([command, "--tune", *options]) == 2
+    assert capsys.readouterr().err == (
+        f"{command}: --tune cannot measure: JAX_FLASH_METAL_AUTOTUNE says that nothing "
+        "measured is used; unset it.\n"
+    )
+
+
 class Worker:
     def __init__(self):
         self.asked = []

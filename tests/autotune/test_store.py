@@ -1,7 +1,11 @@
 """What is kept of measurements, for whom, and what keeps it from being used."""
 
+import dataclasses
+import errno
+import fcntl
 import json
 import logging
+import math
 import threading
 
 import pytest
@@ -164,8 +168,26 @@ def test_without_a_device_nothing_is_used(library, monkeypatch):
         lambda text: text.replace('"default_seconds"', '"seconds_by_default"'),
         lambda text: text.replace('"which"', '"pass"'),
         lambda text: "\0",
+        lambda text: "[" * 100_000,
+        lambda text: text.replace("1.5", "1" + "0" * 400),
+        lambda text: text.replace("1.5", "1" + "0" * 5000),
+        lambda text: text.replace("1.5", "true"),
+        lambda text: text.replace("1.5", "NaN"),
+        lambda text: text.replace(CLASS, r"\ud800"),
+        lambda text: text.replace(CLASS, r"a\tb"),
+        lambda text: text.replace("Fake GPU", r"\ud800"),
+        lambda text: text.replace("it is wrong", r"\ud800"),
+        lambda text: text.replace('"unfused": null', '"unfused": {}'),
+        lambda text: text.replace('"unfused": null', '"unfused": []'),
+        lambda text: text.replace('"unfused": null', '"unfused": null, "more": 1'),
+        lambda text: text.replace('"backward": null', '"backward": 1'),
+        lambda text: text.replace('"form": "-"', '"form": "B"', 1),
+        lambda text: text.replace(f'"{name("forward", 32)}"', "1, 2"),
+        lambda text: text.replace(f'"{name("forward", 64)}"', "1"),
+        lambda text: text.replace(f'"{name("forward", 32)}"', ""),
+        lambda text: text.replace('"schema": 1', '"schema": 1, "more": 1'),
     ],
-    ids=range(10),
+    ids=range(28),
 )
 def test_a_damaged_file_is_kept_aside(library, monkeypatch, tmp_path, damage):
     tunings.keep(tuning())
@@ -174,8 +196,12 @@ def test_a_damaged_file_is_kept_aside(library, monkeypatch, tmp_path, damage):
     assert damaged != path.read_text()
     path.write_text(damaged)
     later = restart(monkeypatch)
-    with pytest.warns(TuningWarning, match=r"the measurements in .* cannot be read"):
+    text = r"the measurements in .* cannot be read"
+    with pytest.warns(TuningWarning, match=text) as warned:
         assert tunings.load() == {}
+        assert tunings.store().read() == {}
+    assert len(warned) == 1
+    str(warned[0].message).encode("ascii", "strict")
     assert path.read_text() == damaged
     assert later.choices == {}
     other = tuning(f"{CLASS} causal")
@@ -211,9 +237,11 @@ def test_a_kernel_that_is_disabled_by_now_is_left_out(library, monkeypatch, capl
 
 def test_a_folder_that_cannot_be_written(library, monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    result = tune(Times(forward16=0.5))
+    with pytest.warns(TuningWarning, match="used in this process, but not kept"):
+        result = tune(Times(forward16=0.5))
     # In this process all the same, beside what was found before.
-    other = tune(Times(), *shapes(), is_causal=True)
+    with pytest.warns(TuningWarning, match="causal is used in this process"):
+        other = tune(Times(), *shapes(), is_causal=True)
     assert tunings.load() == {x.shape_class: x for x in (result, other)}
     assert library.choices[CLASS, "forward"][1] == [name("forward", 32)]
     restart(monkeypatch)
@@ -262,6 +290,40 @@ def test_two_processes_lose_nothing(tmp_path):
     assert set(kept) == {f"{who} {i}" for who in people for i in range(count)}
 
 
+def test_without_the_lock_nothing_is_written(library, monkeypatch):
+    """Another process keeps it, or the file system has no locks."""
+    tunings.keep(tuning())
+    path = tunings.store().path
+    before = path.read_text()
+    monkeypatch.setattr(tunings, "_LOCK_SECONDS", 0.02)
+    other = tuning(f"{CLASS} causal", 64)
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.warns(
+            TuningWarning, match=r"causal is used in .* has locked .*lock"
+        ):
+            tunings.keep(other)
+    assert path.read_text() == before
+    assert tunings.load() == {CLASS: tuning(), other.shape_class: other}
+    assert (other.shape_class, "forward") in library.choices
+
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(TuningWarning, match=r"window is used in .* no locks here"):
+        tunings.keep(tuning(f"{CLASS} window"))
+    assert path.read_text() == before
+
+
+def test_what_could_not_be_read_again_is_not_written(library):
+    tunings.keep(tuning())
+    chosen = dataclasses.replace(tuning().forward, seconds=math.nan)
+    with pytest.raises(ValueError, match="a time must be positive, but got nan"):
+        tunings.keep(dataclasses.replace(tuning(), forward=chosen))
+    assert tunings.store().read() == {CLASS: tuning()}
+
+
 def test_what_others_have_stored_is_taken_along(library, monkeypatch):
     """By a process that stores something itself."""
     assert tunings.load() == {}
@@ -282,7 +344,8 @@ def test_the_file_is_replaced_at_once(library, monkeypatch):
         raise OSError("no space")
 
     monkeypatch.setattr(tunings.json, "dump", dump)
-    tunings.keep(tuning(f"{CLASS} causal"))
+    with pytest.warns(TuningWarning, match="not kept for others: OSError: no space"):
+        tunings.keep(tuning(f"{CLASS} causal"))
     assert tunings.store().path.read_text() == before
     assert {p.suffix for p in tunings.store().path.parent.iterdir()} == {
         *(".json", ".lock"),
@@ -295,7 +358,7 @@ def test_the_file_is_replaced_at_once(library, monkeypatch):
 def test_summary(library):
     unfused = Unfused(
         "flash_metal",
-        {"forward": 0.5, "forward+backward": 0.0004},
+        {"forward": 0.25, "forward+backward": 0.0004},
         {"forward": 0.5, "forward+backward": 0.002},
     )
     assert str(tuning(unfused=unfused)).splitlines() == [

@@ -79,7 +79,7 @@ def test_table_has_a_row_for_each_kernel(library, resources, capsys):
     assert product[-2:] == ["–", "–"]  # registers, code
     name = product[0].replace("_product_", "_product_float32_")
     estimates = {f"attention_{name}": {"registers": 77, "code_bytes": 5120}}
-    resources.write_text(json.dumps(estimates))
+    resources.write_text(json.dumps({"digest": "", "kernels": estimates}))
     _, again = rows_of_table(capsys)
     assert again == [*product[:-2], "77", "5"]
 
@@ -145,13 +145,48 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "1", "0", "8", "8"), "must be at least 1, but is 0"),
-        (("--num-kv-heads", "3"), "must divide the number of heads, but is 3 of 2"),
+        (("--shape", "1", "0", "8", "8"), "number of at least 1, but is 0"),
+        (("--shape", "1", "2", "x", "64"), "--shape: must be a whole number of at lea"),
+        (("--q-len", "1" * 5000), "but is " + "1" * 40 + "…"),
         (("--family", "5"), "invalid choice"),
         (("--form", "C"), "invalid choice"),
     ],
 )
-def test_wrong_options_are_refused(library, arguments, message, capsys):
+def test_wrong_options_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as error:
         __main__.main([*SMALL, *arguments])
-    assert message in f"{error.value} {capsys.readouterr().err}"
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--num-kv-heads", "3"), "must divide the number of heads, but is 3 of 2."),
+        (("--shape", "1", "2", "64", "300"), "of up to 256 in float32, but it is 300."),
+        (
+            ("--q-len", "3", "--form", "B"),
+            "--form B is for more than 8 queries, fewer have kernels of their own, but "
+            "--q-len is 3.",
+        ),
+        (
+            ("--shape", "1", "2", "8", "64", "--form", "A"),
+            "but this is B1 Hq2 Hkv2 L8 D64.",
+        ),
+        (("--shape", "1", "2", "1000000", "64"), "at most, but is 1.3e+14."),
+        (("--shape", str(10**9), "1", "1", "1"), "may be 4.0e+09 at most, but is 2.6"),
+        (("--shape", "1", "1", "9" * 4000, "1"), "at most, but is above 1e+300."),
+    ],
+)
+def test_what_cannot_be_counted(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(counts, "load_library", lambda: pytest.fail("too late"))
+    assert __main__.main([*SMALL, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("counts: ") and message in said
+    assert said.count("\n") == 1
+
+
+def test_the_estimates_of_the_package_are_read():
+    path = Path(counts.__file__).parent / "kernel_resources.json"
+    kernels = counts.kernel_resources(path)
+    assert {"registers", "code_bytes"} <= kernels[max(kernels)].keys()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jax_flash_metal import __main__ as command_line
-from jax_flash_metal import crashes, doctor, hosts
+from jax_flash_metal import command_options, crashes, doctor, hosts
 from jax_flash_metal.benchmark_shapes import SHAPE_SETS
 from jax_flash_metal.doctor_report import Check, Report
 
@@ -487,6 +487,26 @@ def test_a_report_that_cannot_be_written(tmp_path, monkeypatch):
     assert doctor._save(broken, None) == f"The report is in {place}."
 
 
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("no/folder.txt", "there is no folder "),
+        ("", "it is a folder."),
+        ("report.txt", "there is no permission to write there."),
+    ],
+)
+def test_where_the_report_goes_is_looked_at_first(
+    tmp_path, monkeypatch, capsys, place, reason
+):
+    monkeypatch.setattr(doctor, "run", lambda *args, **kwargs: pytest.fail("too late"))
+    monkeypatch.setattr(command_options.os, "access", lambda path, mode: False)
+    path = str(tmp_path / place)
+    assert command_line.main(["doctor", "--report", path]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"doctor: --report {path} cannot be written: {reason}")
+    assert said.count("\n") == 1
+
+
 # -- Options and shapes ----------------------------------------------------------------
 
 
@@ -506,7 +526,10 @@ def test_wrong_options(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         command_line.main(arguments)
     assert caught.value.code == 2
-    assert "usage: python -m jax_flash_metal" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage: python -m jax_flash_metal" in said
+    if "--time-budget" in arguments:
+        assert "must be a number of seconds, at least 0, but is " in said
 
 
 def test_seed_shapes():

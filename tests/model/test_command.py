@@ -42,7 +42,34 @@ def test_default_chips(capsys):
 
 def test_short_queries_are_not_modelled(capsys):
     assert run("--model", "M4", "--set", "decode", "--pass", "forward") == 0
-    assert capsys.readouterr().out.count("not modelled") == 5
+    out = capsys.readouterr().out
+    assert out.count("not modelled") == out.count(gpu_report.WHY_NOT_MODELLED) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--head-dim", "300"), "take a head_dim of up to 256 in float32, but it is 3"),
+        (("--length", "100000000"), "may be 4.0e+12 at most, but is 5.1e+18."),
+        (("--length", "1" + "0" * 400), "is above 1e+300."),
+        (("--num-heads", "1000000000"), "is too large: the model goes through every"),
+        (("--json", "a.json"), "--json is not for --model, which measures nothing"),
+        (("--plot", "a.png"), "--plot is not for --model"),
+        (("--tune",), "--tune is not for --model"),
+        (("--baseline", "a.json"), "--baseline is not for --model"),
+        (("--threads", "1"), "--threads is not for --model"),
+        (("--rounds", "21"), "--rounds is not for --model"),
+        (("--time-budget", "9"), "--time-budget is not for --model"),
+        (("--platform", "cpu"), "--platform is not for --model"),
+        (("--implementations", "cpu"), "--implementations is not for --model"),
+    ],
+)
+def test_what_the_model_does_not_take(arguments, sentence, capsys):
+    assert run("--model", "M4", *arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("bench: ") and sentence in said.err
+    assert said.err.count("\n") == 1
 
 
 def test_unknown_chips_are_refused(capsys):

@@ -206,6 +206,8 @@ def _describe(parameter_type: str, element: str) -> str:
     pointee = re.sub(r"\b(device|constant|const)\b|[*&\s]", "", parameter_type)
     if pointee == "T":
         pointee = element
+    if pointee == "typenameScoreGradient<T>::type":  # of attention_backward.h
+        pointee = "float" if element == "half" else element
     is_reference = parameter_type.rstrip().endswith("&")
     if pointee in _SIZES:
         size = f"{_SIZES[pointee]}"

@@ -31,9 +31,10 @@ LAYERS = [
     ("platforms",),
     ("lowering",),
     ("sharding", "reference", "kernel_choices"),
-    ("gpu_report", "gpu_published"),
+    ("gpu_report", "gpu_published", "command_options"),
     ("gpu_model",),
     ("gpu_counts",),
+    ("command_options",),
     ("attention_library", "variant_table", "benchmark_shapes", "gpu_chips"),
     ("config", "hosts", "plan", "crashes", "_jax_compat", "_version"),
 ]

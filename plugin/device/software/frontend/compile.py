@@ -58,8 +58,9 @@ def compile_flags(flavour: str, machine: str) -> list[str]:
         *("-Wno-unknown-attributes", "-Wno-unused-value"),
         # The lanes' stacks have 64 KB (fiber.cc) and no guard pages.
         *("-Wframe-larger-than=32768", "-Werror=frame-larger-than"),
-        # A copy of a block would be another place for the barrier in it (threadgroup.cc).
-        # clang makes them before it has seen what an inlined function calls, and at the end.
+        # A copy of a block would be another place for the barrier in it
+        # (threadgroup.cc). clang makes them before it has seen what an inlined function
+        # calls, and at the end.
         *("-mllvm", "-simplifycfg-max-small-block-size=0"),
         *("-mllvm", "-tail-dup-placement=false", "-mllvm", "-disable-tail-duplicate"),
     ]
