@@ -389,11 +389,11 @@ def forward(shape: AttentionShape, variant: Variant, is_causal: bool) -> Launch:
     t.read(block, t.owners * t.others * t.columns, t.owners * t.others * t.columns)
     t.read(block, t.owners * t.others * t.columns, 0)
     t.tile_rows(block, 3 * t.owners * t.others)
-    # Per element: max, min, fma, exp2, add; per row: their scale, max and min, the
-    # correction, a branch, and O times it.
+    # Per element: max, min, mul, sub, exp2, add; per row: their scale, max and min, the
+    # correction, and O times it.
     elements = 2 * own * t.others
     block.exp2 = elements + own
-    block.alu = 4 * elements + own * (13 + 2 * t.columns)
+    block.alu = 5 * elements + own * (12 + 2 * t.columns)
     block.shuffles = 2 * own
     block.phases = 3
     fixed.shuffles = 2 * own

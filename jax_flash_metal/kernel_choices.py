@@ -79,7 +79,7 @@ Key = tuple[str, str]  # a shape class as the planner names it, and a pass
 # own.
 _lock = threading.RLock()
 _measured: dict[Key, Choice] = {}
-_forced: dict[Key, Choice | None] = {}
+_forced: dict[Key, list[tuple[object, Choice | None]]] = {}  # the last of a key holds
 
 
 def use(library: AttentionLibrary, choices: Mapping[Key, Choice]) -> None:
@@ -90,7 +90,7 @@ def use(library: AttentionLibrary, choices: Mapping[Key, Choice]) -> None:
         nothing has changed.
     """
     with _lock:
-        library.set_kernel_choices(_lines({**choices, **_forced}))
+        library.set_kernel_choices(_lines({**choices, **_in_force()}))
         _measured.clear()
         _measured.update(choices)
 
@@ -109,26 +109,35 @@ def forced(
     Raises:
       AttentionError: As `use`.
     """
+    # Threads may force the same class and not leave in the order in which they came.
+    mine = (object(), choice)
     with _lock:
-        before = {k: v for k, v in _forced.items() if k == key}
+        _forced.setdefault(key, []).append(mine)
         try:
-            _forced[key] = choice
             _send(library)
         except AttentionError:
-            del _forced[key]
-            _forced.update(before)
+            _leave(key, mine)
             raise
     try:
         yield
     finally:
         with _lock:
-            del _forced[key]
-            _forced.update(before)
+            _leave(key, mine)
             _send(library)
 
 
+def _leave(key: Key, mine: tuple[object, Choice | None]) -> None:
+    _forced[key].remove(mine)
+    if not _forced[key]:
+        del _forced[key]
+
+
+def _in_force() -> dict[Key, Choice | None]:
+    return {key: choices[-1][1] for key, choices in _forced.items()}
+
+
 def _send(library: AttentionLibrary) -> None:
-    library.set_kernel_choices(_lines({**_measured, **_forced}))
+    library.set_kernel_choices(_lines({**_measured, **_in_force()}))
 
 
 def _lines(choices: Mapping[Key, Choice | None]) -> str:

@@ -31,10 +31,10 @@ METAL_FUNC float raise_max(thread SoftmaxRow& row, float block_max) {
 // interior block nothing is hidden; elsewhere a visible score of -inf (of an infinite operand,
 // or an overflow) would look like a hidden one: NaN, which the logsumexp takes to the backward.
 //
-// Where only q·k enters a score, s stays q·k up to the exponential: in an interior block, the
-// most common case by far, an element costs max, min, fma, exp2 and add. The scale, of either
-// sign, is applied to the extremes only. All blocks round alike: a mask that hides nothing
-// changes no bit.
+// Where only q·k enters a score, s stays q·k up to the exponential: the scale, of either sign, is
+// applied to the extremes for the maximum. All blocks round alike: a mask that hides nothing
+// changes no bit. The score is rounded before the maximum is taken off, as the maximum was: one
+// key gives its value exactly.
 template <int N>
 METAL_FUNC float update_softmax(
     constant AttentionParams& params, thread const ScoreOperands& operands,
@@ -68,20 +68,12 @@ METAL_FUNC float update_softmax(
   }
   if (is_interior) row.lowest = min(row.lowest, low);
   const float correction = raise_max(row, high);
-  // An fma does not round the score as the maximum was: beyond 2^31 the difference could be
-  // more than exp2 can take. 2^24 is far from that.
-  const bool is_exact = is_plain_score() && abs(row.max) < 16777216.0f;
   JFM_UNROLL for (int j = 0; j < N; ++j) {
     uint2 words = uint2(0, 0);
     if (has_dropout) words = dropout_words(operands, query, col + j * 8);
     JFM_UNROLL for (int e = 0; e < 2; ++e) {
       const float x = s[j].thread_elements()[e];
-      float difference;
-      if (is_exact) {
-        difference = fma(x, params.scale_log2, -row.max);
-      } else {
-        difference = (is_plain_score() ? x * params.scale_log2 : x) - row.max;
-      }
+      float difference = (is_plain_score() ? x * params.scale_log2 : x) - row.max;
       if (!is_interior && x == hidden) difference = -INFINITY;  // 0 times inf would be NaN
       const float p = exp_score(difference);
       row.sum += p;
