@@ -127,7 +127,7 @@ GUARDS: list[tuple[str, Bug]] = [
         "kv-tail-visible", SCORES, "return !aligned_kv || ", "return ")),
     ("numbers", Bug(
         "aligned-kv-inverted", SCORES,
-        "return !aligned_kv || ", "return aligned_kv || ")),
+        "return !aligned_kv || ", "return aligned_kv || ", is_slow=True)),
     ("read out of bounds", Bug(
         "statistics-row-guard", BACKWARD,
         "if (aligned_q || row < params.q_len) {", "{")),
@@ -136,7 +136,8 @@ GUARDS: list[tuple[str, Bug]] = [
     ("out of bounds|numbers", Bug(
         "split-guard", SHORT_FORWARD, "if (split >= params.num_splits) return;", "")),
     ("out of bounds", Bug(
-        "combine-row-guard", SHORT_FORWARD, "if (row >= num_rows) return;", "")),
+        "combine-row-guard", SHORT_FORWARD, "if (row >= num_rows) return;", "",
+        is_slow=True)),
     ("out of bounds", Bug(
         "dq-combine-row-guard", SHORT_DQ, "if (row >= num_rows) return;", "")),
     ("race|out of bounds", Bug(
@@ -202,11 +203,11 @@ GUARDS: list[tuple[str, Bug]] = [
         "min(split_start + params.keys_per_split, block_keys.end)", "block_keys.end")),
     # Sums and addresses
     ("numbers", Bug(
-        "row-max-mask-1", COMMON, _XOR.format(1), _XOR.format(2), 2, 0)),
+        "row-max-mask-1", COMMON, _XOR.format(1), _XOR.format(2), 2, 0, is_slow=True)),
     ("numbers", Bug(
         "row-max-mask-8", COMMON, _XOR.format(8), _XOR.format(4), 2, 0)),
     ("numbers", Bug(
-        "row-sum-mask-1", COMMON, _XOR.format(1), _XOR.format(2), 2, 1)),
+        "row-sum-mask-1", COMMON, _XOR.format(1), _XOR.format(2), 2, 1, is_slow=True)),
     ("numbers", Bug(
         "row-sum-mask-8", COMMON, _XOR.format(8), _XOR.format(4), 2, 1)),
     ("numbers", Bug(
@@ -304,7 +305,8 @@ FEATURES: list[tuple[dict[str, Any], Bug]] = [
         "return simd_all(hidden)", "return simd_any(hidden)", part="short forward")),
     ({**_PACKED, "q_len": 130, "kv_len": 130}, Bug(
         "segments-skipped-when-equal", SCORES,
-        "simd_max(q_max) < simd_min(kv_min)", "simd_max(q_max) <= simd_min(kv_min)")),
+        "simd_max(q_max) < simd_min(kv_min)", "simd_max(q_max) <= simd_min(kv_min)",
+        is_slow=True)),
     ({**_PACKED, "q_len": 130, "kv_len": 96}, Bug(
         "segments-of-the-first-32-queries", SCORES,
         "i < end_query; i += 32", "i < min(end_query, first_query + 32); i += 32",
@@ -315,7 +317,8 @@ FEATURES: list[tuple[dict[str, Any], Bug]] = [
     ({"sliding_window": (5, 3)}, Bug(
         "window-left-of-keys", SCORES,
         "clamp_position(position - long(params.window_left), params.kv_len)",
-        "clamp_position(position - long(params.window_left) + 1, params.kv_len)")),
+        "clamp_position(position - long(params.window_left) + 1, params.kv_len)",
+        is_slow=True)),
     ({"sliding_window": (5, 3)}, Bug(
         "window-right-of-keys", SCORES,
         "position + long(params.window_right) + 1",

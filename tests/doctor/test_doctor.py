@@ -213,6 +213,7 @@ def test_a_host_that_overwrites_what_it_must_not(copy):
     )
 
 
+@pytest.mark.slow  # 16 s; test_this_installation has one host, test_no_host none
 @pytest.mark.skipif(not HAS_HOST, reason="it needs a host plugin")
 def test_another_host_that_works(copy):
     """The first in the table is a library that is no plugin."""
@@ -428,6 +429,7 @@ def test_a_wrong_cpu_kernel(copy):
     )
 
 
+@pytest.mark.slow  # 10 s; test_a_crash_of_a_section shows how a crash is told
 def test_a_crash_of_the_training(copy):
     """The other sections still run."""
     copy.edit(

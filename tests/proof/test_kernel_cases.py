@@ -250,7 +250,14 @@ def test_the_proof_of_a_call_runs_the_kernels_of_the_call(dtype):
                 assert len(changed) == (3 if which == "gradient" else few)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# float16 is bfloat16 here but for its dS; doctor's test_this_installation runs all.
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(d, marks=[pytest.mark.slow] if d == "bfloat16" else [])
+        for d in DTYPES
+    ],
+)
 def test_every_kernel_is_reached_and_right(dtype):
     found = {}
     for row_dtype, head_dim in ALL_ROWS:

@@ -69,7 +69,7 @@ class Library(AttentionLibrary):
             raise self.rejection
 
     def _is_compiled(self, problem, which):
-        """Whether the problem has the kernel that the rejection names, if it names one."""
+        """Whether the problem has the kernel that the rejection names, if any."""
         rows = {v.host_name for v in variants()}
         named = {name for name in rows if f"{name}:" in str(self.rejection)}
         return not named or not named.isdisjoint(self.kernels(problem, which))
