@@ -407,13 +407,7 @@ def forward(shape: AttentionShape, variant: Variant, is_causal: bool) -> Launch:
         edge.barriers = 1
         edge.threadgroup_write = 4 * variant.num_simdgroups
         edge.threadgroup_read = 32 * 4 * variant.num_simdgroups**2
-    num_blocks = math.ceil(shape.num_queries / variant.block_q)
-    groups: list[tuple[float, int]] = [
-        _visited(
-            shape, i * variant.block_q, variant.block_q, variant.block_kv, is_causal
-        )
-        for i in range(num_blocks)
-    ]
+    groups = _visited_by_blocks(shape, variant, is_causal)
     pairs = shape.batch_size * shape.num_heads
     rows = pairs * shape.num_queries
     launch = Launch(
@@ -454,13 +448,7 @@ def backward_dq(shape: AttentionShape, variant: Variant, is_causal: bool) -> Lau
     fixed.loads += own * (t.columns + 1)
     fixed.device_read += own * 8 * 16
     fixed.device_write = own * 8 * shape.head_dim * t.size
-    num_blocks = math.ceil(shape.num_queries / variant.block_q)
-    groups: list[tuple[float, int]] = [
-        _visited(
-            shape, i * variant.block_q, variant.block_q, variant.block_kv, is_causal
-        )
-        for i in range(num_blocks)
-    ]
+    groups = _visited_by_blocks(shape, variant, is_causal)
     pairs = shape.batch_size * shape.num_heads
     launch = Launch(
         "attention_backward_dq",
@@ -879,6 +867,16 @@ def _visible_share(shape: AttentionShape, is_causal: bool) -> float:
     if not shape.num_queries * shape.length:
         return 0.0
     return shape.visible_pairs(is_causal=is_causal) / (shape.num_queries * shape.length)
+
+
+def _visited_by_blocks(
+    shape: AttentionShape, variant: Variant, is_causal: bool
+) -> list[tuple[float, int]]:
+    """`_visited` of each block of queries, which is a threadgroup."""
+    return [
+        _visited(shape, first, variant.block_q, variant.block_kv, is_causal)
+        for first in range(0, shape.num_queries, variant.block_q)
+    ]
 
 
 def _visited(
