@@ -236,6 +236,11 @@ class _Tiling:
         return math.ceil(self.head_dim / 8)
 
     @property
+    def loads_per_fragment(self) -> float:
+        """One serves two fragments where columns are dealt out (attention_common.h)."""
+        return 0.5 if self.head_dim % 16 == 0 else 1
+
+    @property
     def size(self) -> int:
         return ITEM_BYTES[self.variant.dtype]
 
@@ -262,15 +267,16 @@ class _Tiling:
     def keeps(self, num_operands: int, num_sums: int, num_scores: int) -> bool:
         return keeps_rows(self.variant, num_operands, num_sums, num_scores)
 
-    def registers(
-        self, num_operands: int, num_sums: int, num_scores: int, num_loaded: int
-    ) -> int:
-        """By kinds of values alive at once; num_loaded: fragments of the other side."""
+    def registers(self, num_operands: int, num_sums: int, num_scores: int) -> int:
+        """By kinds of values alive at once, as keeps_rows() has them."""
         # head_dim is a constant of the compiled kernel: columns beyond take none.
         count = 2 * self.rows * (num_sums * self.columns + num_scores * self.others)
+        loaded = self.others
         if self.keeps(num_operands, num_sums, num_scores):
             count += num_operands * self.rows * self.columns * self.size // 2
-        return _OTHER_REGISTERS + count + num_loaded * self.size // 2
+        else:
+            loaded += 2 * self.rows
+        return _OTHER_REGISTERS + count + loaded * self.size // 2
 
     def copy(self, work: Work, num_operands: int, barriers: int) -> None:
         """Adds setting the tiles of a block's operands, all columns of them."""
@@ -281,10 +287,10 @@ class _Tiling:
         work.threadgroup_write += (
             num_operands * self.others * 8 * self.columns * 8 * self.size
         )
-        # Four elements at once: an address, a load and a store each.
-        per_lane = num_operands * self.others * 8 * self.columns * 8 / (4 * 32)
-        work.loads += 2 * per_lane
-        work.addresses += per_lane
+        # 16 bytes at once, by loads and stores of four elements.
+        elements = num_operands * self.others * 8 * self.columns * 8
+        work.loads += 2 * elements / (4 * 32)
+        work.addresses += elements * self.size / (16 * 32)
         work.barriers += barriers * self.num_tiles
         work.tiles += num_operands * self.num_tiles
 
@@ -294,7 +300,7 @@ class _Tiling:
         `count` is of all simdgroups.
         """
         num_bytes = count * self.fragment
-        work.loads += count + transposed
+        work.loads += 2 * transposed + (count - transposed) * self.loads_per_fragment
         work.operands += count
         if self.is_shared:
             work.threadgroup_read += num_bytes
@@ -313,7 +319,7 @@ class _Tiling:
         """Adds reading the own rows, once or for each block, `num_operands` in all."""
         target = fixed if keeps else work
         count = num_operands * self.owners * self.rows * self.columns
-        target.loads += count
+        target.loads += count * self.loads_per_fragment
         target.operands += count
         target.device_read += count * self.fragment
         target.addresses += num_operands * self.owners * self.rows
@@ -362,10 +368,6 @@ def _refine(launch: Launch, variant: Variant, case: str, copies: Work) -> Launch
         # Pairs of halves are packed there, but not where registers have halves.
         arithmetic -= min(rounds.get("device_loads", 0), rounds.get("integer_alu", 0))
     accesses = sum(rounds.get(kind, 0) for kind in _ACCESS_KINDS)
-    stores = rounds.get("threadgroup_stores", 0)
-    if stores:  # copies are part of it; four neighbours are one load, as one store
-        accesses -= min(3 * stores, rounds.get("device_loads", 0))
-        copies = Work()
     launch.block.alu = copies.alu + launch.num_simdgroups * arithmetic
     launch.block.loads = copies.loads + launch.num_simdgroups * accesses
     launch.block.addresses = copies.addresses
@@ -398,7 +400,7 @@ def forward(shape: AttentionShape, variant: Variant, is_causal: bool) -> Launch:
     block.phases = 3
     fixed.shuffles = 2 * own
     fixed.alu = 20 * own
-    fixed.loads += own * t.columns + own
+    fixed.loads += own * t.columns * t.loads_per_fragment + own
     fixed.device_write = (
         t.owners * t.rows * 8 * (shape.head_dim * t.size + 4)
     )  # of whole blocks
@@ -417,7 +419,7 @@ def forward(shape: AttentionShape, variant: Variant, is_causal: bool) -> Launch:
         fixed,
         _repeat(_in_order(groups, is_causal), pairs),
         variant.num_simdgroups,
-        t.registers(1, 1, 1, t.others),
+        t.registers(1, 1, 1),
         _tile_bytes(t, 1) + 4 * variant.num_simdgroups,
         edge=edge,
         dram_bytes=_row_bytes(shape, t.size, q=2, kv=2) + 4 * rows,
@@ -445,7 +447,7 @@ def backward_dq(shape: AttentionShape, variant: Variant, is_causal: bool) -> Lau
     block.exp2 = elements
     block.alu = 4 * elements  # fma, factor, subtract, multiply
     block.phases = 4
-    fixed.loads += own * (t.columns + 1)
+    fixed.loads += own * (t.columns * t.loads_per_fragment + 1)
     fixed.device_read += own * 8 * 16
     fixed.device_write = own * 8 * shape.head_dim * t.size
     groups = _visited_by_blocks(shape, variant, is_causal)
@@ -457,7 +459,7 @@ def backward_dq(shape: AttentionShape, variant: Variant, is_causal: bool) -> Lau
         fixed,
         _repeat(_in_order(groups, is_causal), pairs),
         variant.num_simdgroups,
-        t.registers(2, 1, 2, t.others),
+        t.registers(2, 1, 2),
         _tile_bytes(t, 1),
         edge=_edge(t, own, num_operands=1),
         dram_bytes=_row_bytes(shape, t.size, q=3, kv=2)
@@ -591,7 +593,7 @@ def backward_dkv(
         block.device_write += own * t.others * 64 * t.gradient_size
     parts, per_part = num_parts(shape, variant)
     out_size = 4 if parts > 1 else t.size
-    fixed.loads += own * 2 * t.columns
+    fixed.loads += own * 2 * t.columns * t.loads_per_fragment
     fixed.device_write = own * 8 * 2 * shape.head_dim * out_size
     groups_of_heads = shape.num_heads // shape.num_kv_heads
     groups: list[tuple[float, int]] = []
@@ -637,7 +639,7 @@ def backward_dkv(
         fixed,
         _repeat(groups, pairs),
         variant.num_simdgroups,
-        t.registers(num_sums, num_sums, num_sums, t.others),
+        t.registers(num_sums, num_sums, num_sums),
         _tile_bytes(t, 2) + weights,
         edge=_edge(t, own, num_operands=2),
         dram_bytes=share
@@ -706,7 +708,7 @@ def dq_product(
     block.phases = 1
     groups_of_heads = shape.num_heads // shape.num_kv_heads
     is_whole = chunk.end_key - chunk.first_key == shape.length
-    fixed.loads += own * columns
+    fixed.loads += own * columns * t.loads_per_fragment
     # Chunks of keys leave the sums in float32 and go on with them.
     width = shape.head_dim / t.num_tiles
     fixed.device_write = own * 8 * width * (t.size if is_whole else 4)
@@ -725,7 +727,8 @@ def dq_product(
     gradient = pairs * shape.num_queries * num_keys * t.gradient_size
     share = chunk.num_batches * chunk.num_kv_heads
     all_heads = shape.batch_size * shape.num_kv_heads
-    registers = 2 * t.rows * math.ceil(columns) + (t.rows + 2) * t.size // 2
+    registers = 2 * t.rows * math.ceil(columns)
+    registers += (t.rows * t.gradient_size + 2 * t.size) // 2
     launch = Launch(
         "attention_backward_dq_product",
         variant.dtype,

@@ -1,6 +1,6 @@
 // The score gradient, and how it lies in scratch; shared by all backward kernels. No kernel
 // here.
-//   p = exp(x - lse) * factor;  ds = p ∘ (dropout(dp) - delta) ∘ dx/d(score before the softcap)
+//   p = exp(x - lse - remainder);  ds = p ∘ (dropout(dp) - delta) ∘ dx/d(score before the softcap)
 #pragma once
 
 #include "attention_scores.h"
@@ -8,17 +8,17 @@
 // What the backward needs of a query row, as attention_delta writes it: one load.
 struct RowStatistics {
   float delta;
-  float factor;     // 1 but for a coarse logsumexp
-  float logsumexp;  // in score units; NaN if the forward's is, or if delta is not finite
+  float remainder;  // of the logsumexp, which may be coarse; in score units, as is
+  float logsumexp;  // the logsumexp: NaN if the forward's is, or if delta is not finite
 };
 
 METAL_FUNC RowStatistics load_row_statistics(
     constant AttentionParams& params, device const float* delta, int row) {
-  RowStatistics statistics = {0.0f, 1.0f, 0.0f};
+  RowStatistics statistics = {0.0f, 0.0f, 0.0f};
   if (aligned_q || row < params.q_len) {
     const float4 x = ((device const float4*)delta)[row];
     statistics.delta = x.x;
-    statistics.factor = x.y;
+    statistics.remainder = x.y;
     statistics.logsumexp = x.z;
   }
   return statistics;
@@ -27,21 +27,18 @@ METAL_FUNC RowStatistics load_row_statistics(
 METAL_FUNC void store_row_statistics(
     device float* delta, int row, thread const RowStatistics& statistics) {
   ((device float4*)delta)[row] =
-      float4(statistics.delta, statistics.factor, statistics.logsumexp, 0.0f);
+      float4(statistics.delta, statistics.remainder, statistics.logsumexp, 0.0f);
 }
 
-// exp(score - lse) of a visible element, lse in score units; `slope` as by score().
-METAL_FUNC float exp_shifted_score(
+// score - lse of a visible element, in score units; `slope` as by score().
+METAL_FUNC float shifted_score(
     constant AttentionParams& params, thread const ScoreOperands& operands, int query, int key,
     float dot, float bias, float lse, thread float& slope) {
   slope = 1.0f;
-  // fma: one rounding less where scores are in the hundreds.
-  if (is_plain_score()) return exp2(fma(dot, params.scale_log2, -lse));
-  return exp_score(score(params, operands, query, key, dot, bias, slope) - lse);
+  // fma: the difference of two large numbers is rounded, not the numbers.
+  if (is_plain_score()) return fma(dot, params.scale_log2, -lse);
+  return score(params, operands, query, key, dot, bias, slope) - lse;
 }
-
-// The same of a sink, both in natural units.
-METAL_FUNC float sink_weight(float sink, float lse) { return exp2((sink - lse) * JFM_LOG2E); }
 
 // P of one element, not dropped, and the derivative of its score.
 struct ScoreWeight {
@@ -55,8 +52,9 @@ METAL_FUNC ScoreWeight score_weight(
     int query, int key, float dot, float bias, thread const RowStatistics& row) {
   ScoreWeight weight = {0.0f, 1.0f};
   if (!visible) return weight;
-  weight.p = row.factor * exp_shifted_score(
-      params, operands, query, key, dot, bias, row.logsumexp, weight.slope);
+  const float shifted =
+      shifted_score(params, operands, query, key, dot, bias, row.logsumexp, weight.slope);
+  weight.p = exp_score(shifted - row.remainder);
   return weight;
 }
 
@@ -111,29 +109,13 @@ METAL_FUNC void load_query_rows(
     device const float* delta, uint batch, int head, int first_row, uint lane,
     thread QueryRows<T, HEAD_DIM, R, KEEP>& rows) {
   const int kv_head = head / params.num_groups;
-  load_rows(
-      rows.query,
-      rows_from(
-          make_matrix(
-              query + head_offset(params, params.query, batch, head), params.query.row,
-              params.q_len, head_dim, aligned_q),
-          first_row),
-      lane);
-  load_rows(
-      rows.dout,
-      rows_from(
-          make_matrix(
-              dout + head_offset(params, params.dout, batch, head), params.dout.row,
-              params.q_len, value_head_dim, aligned_q),
-          first_row),
-      lane);
+  const Matrix<T> q = query_matrix(params, query, params.query, batch, head, head_dim);
+  const Matrix<T> go = query_matrix(params, dout, params.dout, batch, head, value_head_dim);
+  load_rows(rows.query, rows_from(q, first_row), lane);
+  load_rows(rows.dout, rows_from(go, first_row), lane);
   rows.first_row = first_row;
-  rows.key = make_matrix(
-      key + head_offset(params, params.key, batch, kv_head), params.key.row, params.kv_len,
-      head_dim, aligned_kv);
-  rows.value = make_matrix(
-      value + head_offset(params, params.value, batch, kv_head), params.value.row,
-      params.kv_len, value_head_dim, aligned_kv);
+  rows.key = key_matrix(params, key, params.key, batch, kv_head, head_dim);
+  rows.value = key_matrix(params, value, params.value, batch, kv_head, value_head_dim);
   delta += head_offset(params, params.delta, batch, head);
   JFM_UNROLL for (int r = 0; r < R; ++r) {
     const int row = first_row + r * 8 + fragment_row(lane);

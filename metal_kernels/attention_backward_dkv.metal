@@ -42,7 +42,7 @@ JFM_VARIANT_TEMPLATE
   constexpr int kPairs = NUM_SIMDGROUPS / ROLES;  // or simdgroups, where there is one role
   static_assert(NUM_SIMDGROUPS % ROLES == 0 && ROLES <= 2, "simdgroups share rows in pairs");
   static_assert(BLOCK_KV % (8 * kPairs) == 0, "a simdgroup owns whole fragments");
-  static_assert(BLOCK_Q % 8 == 0 && BLOCK_D % 8 == 0, "fragments are 8x8");
+  static_assert(BLOCK_Q % 8 == 0 && BLOCK_D % 16 == 0, "8x8 fragments, columns in pairs");
   static_assert(HEAD_DIM % BLOCK_D == 0, "tiles cut the columns");
   constexpr int kRows = BLOCK_KV / (8 * kPairs);  // fragments
   constexpr int kQueries = BLOCK_Q / 8;
@@ -74,12 +74,10 @@ JFM_VARIANT_TEMPLATE
 
   ScorePointers pointers;
   JFM_SCORE_POINTERS(pointers);
-  const Matrix<T> keys_matrix = make_matrix(
-      key + head_offset(params, params.key, group.z, kv_head), params.key.row, params.kv_len,
-      head_dim, aligned_kv);
-  const Matrix<T> values_matrix = make_matrix(
-      value + head_offset(params, params.value, group.z, kv_head), params.value.row,
-      params.kv_len, value_head_dim, aligned_kv);
+  const Matrix<T> keys_matrix =
+      key_matrix(params, key, params.key, group.z, kv_head, head_dim);
+  const Matrix<T> values_matrix =
+      key_matrix(params, value, params.value, group.z, kv_head, value_head_dim);
   // Of a pair's second simdgroup: k is V, s is dPᵀ and then dSᵀ, dv is dK. v, dp and dk are
   // those of the one role; pairs leave them alone, so that they take no registers.
   RowFragments<T, HEAD_DIM, kRows, kKeepRows> k;
@@ -102,12 +100,8 @@ JFM_VARIANT_TEMPLATE
     item += end_block - first_block;
     const int head = kv_head * params.num_groups + g;
     const ScoreOperands operands = load_score_operands(params, pointers, group.z, head);
-    const Matrix<T> q = make_matrix(
-        query + head_offset(params, params.query, group.z, head), params.query.row,
-        params.q_len, head_dim, aligned_q);
-    const Matrix<T> go = make_matrix(
-        dout + head_offset(params, params.dout, group.z, head), params.dout.row, params.q_len,
-        value_head_dim, aligned_q);
+    const Matrix<T> q = query_matrix(params, query, params.query, group.z, head, head_dim);
+    const Matrix<T> go = query_matrix(params, dout, params.dout, group.z, head, value_head_dim);
     device const float* head_delta = delta + head_offset(params, params.delta, group.z, head);
     const long pair = long(group.z) * params.num_heads + head - params.first_pair;
 

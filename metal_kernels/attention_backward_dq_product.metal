@@ -9,13 +9,12 @@
 
 #include "attention_backward.h"
 
-// Whether attention_backward_dkv wrote the blocks of dS that queries from first_query on have
-// with a block of keys, of which `queries` is visible_queries_of_block: it has the same
-// test. The simdgroup calls it together.
+// Whether attention_backward_dkv wrote the dS of its block of queries from `first` on with a block
+// of keys, of which `queries` is visible_queries_of_block: it has the same test. The simdgroup
+// calls it together.
 METAL_FUNC bool score_gradient_is_written(
     constant AttentionParams& params, thread const ScoreOperands& operands, Range queries,
-    int first_query, int first_key, uint lane) {
-  const int first = first_query / params.score_block_q * params.score_block_q;
+    int first, int first_key, uint lane) {
   return first < queries.end && first + params.score_block_q > queries.begin &&
          !block_is_hidden(
              params, operands, first, params.score_block_q, first_key, params.score_block_kv,
@@ -35,7 +34,7 @@ JFM_VARIANT_TEMPLATE
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q % (8 * NUM_SIMDGROUPS) == 0, "a simdgroup owns whole fragments");
-  static_assert(HEAD_DIM % BLOCK_D == 0 && BLOCK_D % 8 == 0, "fragments are 8x8");
+  static_assert(HEAD_DIM % BLOCK_D == 0 && BLOCK_D % 16 == 0, "8x8 fragments, columns in pairs");
   static_assert(LOADS == JFM_LOADS_DEVICE, "one simdgroup has no use for another's keys");
   constexpr int kRows = BLOCK_Q / (8 * NUM_SIMDGROUPS);  // fragments
   constexpr int kDims = BLOCK_D / 8;
@@ -50,9 +49,8 @@ JFM_VARIANT_TEMPLATE
       query_block(params, group.x, BLOCK_Q) * BLOCK_Q + int(simdgroup) * 8 * kRows;
   if (first_row >= params.q_len) return;  // whole simdgroups leave; there are no barriers
   const long pair = long(group.z) * params.num_heads + head - params.first_pair;
-  const Matrix<T> keys_matrix = make_matrix(
-      key + head_offset(params, params.key, group.z, head / params.num_groups) + first_col,
-      params.key.row, params.kv_len, num_cols, aligned_kv);
+  const Matrix<T> keys_matrix = key_matrix(
+      params, key + first_col, params.key, group.z, head / params.num_groups, num_cols);
   ScorePointers pointers;
   JFM_SCORE_POINTERS(pointers);
   const ScoreOperands operands = load_score_operands(params, pointers, group.z, head);
@@ -65,11 +63,12 @@ JFM_VARIANT_TEMPLATE
         (device const float*)sums + first_row * long(head_dim), long(head_dim),
         params.q_len - first_row, num_cols, aligned_q);
     JFM_UNROLL for (int r = 0; r < kRows; ++r) {
-      JFM_UNROLL for (int d = 0; d < kDims; ++d) {
+      JFM_UNROLL for (int d = 0; d < kDims; d += 2) {
         if (d * 8 < num_cols) {
-          dq[r * kDims + d] = fragment_of_row(
-              sums_matrix, matrix_row(sums_matrix, r * 8 + fragment_row(lane)),
-              d * 8 + fragment_col(lane));
+          load_fragments(
+              dq + r * kDims + d,
+              matrix_row(sums_matrix, r * 8 + fragment_row(lane)) + d * 8, num_cols - d * 8,
+              lane);
         }
       }
     }
@@ -83,10 +82,17 @@ JFM_VARIANT_TEMPLATE
     const Range queries = visible_queries_of_block(params, operands, first_key, block);
     bool is_written[kRows];
     bool is_any_written = false;
+    int tested = -1;
+    bool block_is_written = false;
     JFM_UNROLL for (int r = 0; r < kRows; ++r) {
-      is_written[r] = first_row + r * 8 < params.q_len &&
-                      score_gradient_is_written(
-                          params, operands, queries, first_row + r * 8, first_key, lane);
+      const int row = first_row + r * 8;
+      const int first = row / params.score_block_q * params.score_block_q;
+      if (first != tested && row < params.q_len) {
+        tested = first;
+        block_is_written =
+            score_gradient_is_written(params, operands, queries, first, first_key, lane);
+      }
+      is_written[r] = row < params.q_len && block_is_written;
       is_any_written = is_any_written || is_written[r];
     }
     if (!is_any_written) continue;
@@ -103,14 +109,16 @@ JFM_VARIANT_TEMPLATE
           ds[r] = load_score_gradient(params, score_gradient, pair, first_row / 8 + r, k, lane);
         }
       }
-      JFM_UNROLL for (int d = 0; d < kDims; ++d) {
-        if (d * 8 < num_cols) {
-          OperandFragment<T> b =
-              fragment_of_row(keys_matrix, key_row, d * 8 + fragment_col(lane));
-          if (sanitizes) sanitize(b);
-          JFM_UNROLL for (int r = 0; r < kRows; ++r) {
-            thread Fragment& sum = dq[r * kDims + d];
-            simdgroup_multiply_accumulate(sum, ds[r], b, sum);
+      JFM_UNROLL for (int d = 0; d < kDims; d += 2) {
+        OperandFragment<T> b[2];
+        if (d * 8 < num_cols) load_fragments(b, key_row + d * 8, num_cols - d * 8, lane);
+        JFM_UNROLL for (int i = 0; i < 2; ++i) {
+          if ((d + i) * 8 < num_cols) {
+            if (sanitizes) sanitize(b[i]);
+            JFM_UNROLL for (int r = 0; r < kRows; ++r) {
+              thread Fragment& sum = dq[r * kDims + d + i];
+              simdgroup_multiply_accumulate(sum, ds[r], b[i], sum);
+            }
           }
         }
       }

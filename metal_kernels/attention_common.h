@@ -134,6 +134,21 @@ using OperandFragment = simdgroup_matrix<T, 8, 8>;
 METAL_FUNC int fragment_row(uint lane) { return int(((lane >> 2) & 4) | ((lane >> 1) & 3)); }
 METAL_FUNC int fragment_col(uint lane) { return int(((lane >> 1) & 4) | ((lane & 1) << 1)); }
 
+// The columns of two fragments, 16 in all, are dealt out to them in pairs, in turn. Four numbers
+// of a row then lie side by side for a lane: one load serves two fragments, and puts both
+// numbers of each where a product wants them. Who gets which column is all the same: products sum
+// over the columns, or write them back to where they came from. Where the columns do not come in
+// 16s, each fragment has 8 neighbours.
+#define JFM_DEALT_COLUMNS 16
+
+METAL_FUNC bool deals_columns(int num_cols) { return num_cols % JFM_DEALT_COLUMNS == 0; }
+
+// Which of num_cols columns is number `col` of 8-column fragments, one behind the other.
+METAL_FUNC int dealt_column(int col, int num_cols) {
+  if (!deals_columns(num_cols)) return col;
+  return (col & ~15) + (col & 6) * 2 + (col >> 3 & 1) * 2 + (col & 1);
+}
+
 METAL_FUNC Fragment zero_fragment() { return make_filled_simdgroup_matrix<float, 8, 8>(0.0f); }
 
 template <int N>
@@ -161,6 +176,23 @@ METAL_FUNC bool sanitize(thread OperandFragment<T>& fragment) {
   return !(is_finite_value(x) && is_finite_value(y));
 }
 
+// ---------------------------------------------------------------- four numbers at once
+// One access each, from any address of an element.
+
+#define JFM_ACCESS_FOUR(T)                                                                      \
+  METAL_FUNC vec<T, 4> load_four(device const T* p) { return *(device const packed_##T##4*)p; } \
+  METAL_FUNC void store_four(device T* p, vec<T, 4> x) { *(device packed_##T##4*)p = x; }       \
+  METAL_FUNC vec<T, 4> load_four(threadgroup const T* p) {                                      \
+    return *(threadgroup const packed_##T##4*)p;                                                \
+  }                                                                                             \
+  METAL_FUNC void store_four(threadgroup T* p, vec<T, 4> x) {                                   \
+    *(threadgroup packed_##T##4*)p = x;                                                         \
+  }
+JFM_ACCESS_FOUR(float)
+JFM_ACCESS_FOUR(half)
+JFM_ACCESS_FOUR(bfloat)
+#undef JFM_ACCESS_FOUR
+
 // ---------------------------------------------------------------- matrices in device memory
 
 // The rows of one (batch, head) of an operand, from some row on.
@@ -187,6 +219,25 @@ METAL_FUNC Matrix<T> rows_from(Matrix<T> matrix, int row) {
       matrix.num_cols, matrix.has_whole);
 }
 
+// Of an operand with a row per query, or per key. Its head is one of query's, or of key's.
+template <typename T>
+METAL_FUNC Matrix<T> query_matrix(
+    constant AttentionParams& params, device const T* data, constant TensorStrides& strides,
+    uint batch, int head, int num_cols) {
+  return make_matrix(
+      data + head_offset(params, strides, batch, head), strides.row, params.q_len, num_cols,
+      aligned_q);
+}
+
+template <typename T>
+METAL_FUNC Matrix<T> key_matrix(
+    constant AttentionParams& params, device const T* data, constant TensorStrides& strides,
+    uint batch, int head, int num_cols) {
+  return make_matrix(
+      data + head_offset(params, strides, batch, head), strides.row, params.kv_len, num_cols,
+      aligned_kv);
+}
+
 // One of the first rows of a matrix, as many as a tile has: the offset fits in 32 bits, which a
 // load adds by itself. Rows past the end repeat the last one: what they take part in is
 // hidden, or not written.
@@ -197,32 +248,65 @@ METAL_FUNC device const T* matrix_row(Matrix<T> matrix, int row) {
   return matrix.data + row * int(matrix.row_stride);
 }
 
-// An element of a row that is there; 0 beyond the last column, which is asked only where the
-// columns do not fill their fragments.
-template <typename T>
-METAL_FUNC T matrix_element(Matrix<T> matrix, device const T* row, int col) {
-  return matrix.num_cols % 8 == 0 || col < matrix.num_cols ? row[col] : T(0.0f);
+// An element of a row that is there; 0 beyond the last of num_cols columns (a function constant),
+// which is asked only where they do not fill their fragments.
+template <typename T, typename Row>
+METAL_FUNC T row_element(Row row, int col, int num_cols) {
+  return num_cols % 8 == 0 || col < num_cols ? T(row[col]) : T(0.0f);
 }
 
-// Elements `col` and `col` + 1 of a row.
-template <typename T>
-METAL_FUNC OperandFragment<T> fragment_of_row(
-    Matrix<T> matrix, device const T* row, int col) {
-  OperandFragment<T> fragment;
-  fragment.thread_elements()[0] = matrix_element(matrix, row, col);
-  fragment.thread_elements()[1] = matrix_element(matrix, row, col + 1);
-  return fragment;
+// Four neighbours of them, from a multiple of 4 on.
+template <typename T, typename Row>
+METAL_FUNC vec<T, 4> row_elements(Row row, int col, int num_cols) {
+  if (num_cols % 8 == 0) return load_four(row + col);
+  vec<T, 4> x;
+  JFM_UNROLL for (int k = 0; k < 4; ++k) x[k] = row_element<T>(row, col + k, num_cols);
+  return x;
 }
 
-// Writes a fragment of a result, times `factor`, in the result's dtype.
+// The columns from `row` on of this lane's row, in two fragments; in one, if no more than
+// 8 columns are left.
+template <typename T, typename Row>
+METAL_FUNC void load_fragments(
+    thread OperandFragment<T>* fragments, Row row, int num_cols, uint lane) {
+  const int col = fragment_col(lane);
+  if (deals_columns(num_cols)) {
+    const vec<T, 4> x = load_four(row + 2 * col);
+    JFM_UNROLL for (int j = 0; j < 2; ++j) {
+      fragments[j].thread_elements()[0] = x[2 * j];
+      fragments[j].thread_elements()[1] = x[2 * j + 1];
+    }
+    return;
+  }
+  JFM_UNROLL for (int j = 0; j < 2; ++j) {
+    if (j * 8 < num_cols) {
+      fragments[j].thread_elements()[0] = row_element<T>(row, j * 8 + col, num_cols);
+      fragments[j].thread_elements()[1] = row_element<T>(row, j * 8 + col + 1, num_cols);
+    }
+  }
+}
+
+// Writes two fragments of a row of a result, times `factor`, in the result's dtype.
 template <typename T>
-METAL_FUNC void store_fragment(
-    Fragment fragment, float factor, device T* destination, long row_stride, int row, int col,
-    int num_rows, int num_cols) {
-  if (row >= num_rows) return;
-  device T* p = destination + row * row_stride;
-  if (col < num_cols) p[col] = T(fragment.thread_elements()[0] * factor);
-  if (col + 1 < num_cols) p[col + 1] = T(fragment.thread_elements()[1] * factor);
+METAL_FUNC void store_fragments(
+    thread Fragment* fragments, float factor, device T* row, int num_cols, uint lane) {
+  const int col = fragment_col(lane);
+  if (deals_columns(num_cols)) {
+    vec<T, 4> x;
+    JFM_UNROLL for (int j = 0; j < 2; ++j) {
+      x[2 * j] = T(fragments[j].thread_elements()[0] * factor);
+      x[2 * j + 1] = T(fragments[j].thread_elements()[1] * factor);
+    }
+    store_four(row + 2 * col, x);
+    return;
+  }
+  JFM_UNROLL for (int j = 0; j < 2; ++j) {
+    JFM_UNROLL for (int e = 0; e < 2; ++e) {
+      if (j * 8 + col + e < num_cols) {
+        row[j * 8 + col + e] = T(fragments[j].thread_elements()[e] * factor);
+      }
+    }
+  }
 }
 
 // ---------------------------------------------------------------- own rows
@@ -243,30 +327,31 @@ METAL_FUNC constexpr bool keeps_rows(int num_operands, int others) {
   return num_operands * ROW_FRAGMENTS * HEAD_DIM * int(sizeof(T)) / 16 + others <= 72;
 }
 
+// Two fragments of rows 8 r … 8 r + 7, from column first_col on.
+template <typename T, int HEAD_DIM, int ROW_FRAGMENTS, bool KEEP>
+METAL_FUNC void load_row_fragments(
+    thread OperandFragment<T>* fragments,
+    thread const RowFragments<T, HEAD_DIM, ROW_FRAGMENTS, KEEP>& rows, int r, int first_col,
+    uint lane) {
+  load_fragments(
+      fragments, matrix_row(rows.matrix, r * 8 + fragment_row(lane)) + first_col,
+      rows.matrix.num_cols - first_col, lane);
+}
+
 template <typename T, int HEAD_DIM, int ROW_FRAGMENTS, bool KEEP>
 METAL_FUNC void load_rows(
     thread RowFragments<T, HEAD_DIM, ROW_FRAGMENTS, KEEP>& rows, Matrix<T> matrix, uint lane) {
   rows.matrix = matrix;
   if (KEEP) {
     JFM_UNROLL for (int r = 0; r < ROW_FRAGMENTS; ++r) {
-      JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
+      JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; d += 2) {
         if (d * 8 < matrix.num_cols) {
-          rows.kept[KEEP ? r * (HEAD_DIM / 8) + d : 0] = fragment_of_row(
-              matrix, matrix_row(matrix, r * 8 + fragment_row(lane)), d * 8 + fragment_col(lane));
+          load_row_fragments(
+              rows.kept + (KEEP ? r * (HEAD_DIM / 8) + d : 0), rows, r, d * 8, lane);
         }
       }
     }
   }
-}
-
-// Rows 8 r … 8 r + 7, columns 8 d … 8 d + 7.
-template <typename T, int HEAD_DIM, int ROW_FRAGMENTS, bool KEEP>
-METAL_FUNC OperandFragment<T> row_fragment(
-    thread const RowFragments<T, HEAD_DIM, ROW_FRAGMENTS, KEEP>& rows, int r, int d, uint lane) {
-  if (KEEP) return rows.kept[KEEP ? r * (HEAD_DIM / 8) + d : 0];
-  return fragment_of_row(
-      rows.matrix, matrix_row(rows.matrix, r * 8 + fragment_row(lane)),
-      d * 8 + fragment_col(lane));
 }
 
 // Writes the rows of a simdgroup, times `factor`.
@@ -276,12 +361,14 @@ METAL_FUNC void store_rows(
     thread const float (&factors)[ROW_FRAGMENTS], device T* destination, long row_stride,
     int first_row, int num_rows, int num_cols, uint lane) {
   JFM_UNROLL for (int r = 0; r < ROW_FRAGMENTS; ++r) {
-    JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
-      if (d * 8 < num_cols) {
-        store_fragment(
-            rows[r * (HEAD_DIM / 8) + d], factors[r], destination, row_stride,
-            first_row + r * 8 + fragment_row(lane), d * 8 + fragment_col(lane), num_rows,
-            num_cols);
+    const int row = first_row + r * 8 + fragment_row(lane);
+    if (row < num_rows) {
+      JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; d += 2) {
+        if (d * 8 < num_cols) {
+          store_fragments(
+              rows + r * (HEAD_DIM / 8) + d, factors[r],
+              destination + row * row_stride + d * 8, num_cols - d * 8, lane);
+        }
       }
     }
   }
@@ -320,32 +407,36 @@ struct Tile {
   int first_col;
 };
 
-// All threads of a threadgroup copy the tile, columns up to a multiple of 8, the rest as 0. With
-// `sanitizes`, which is the same for all, NaN and inf become 0; returns whether this thread
-// met one.
+// All threads of a threadgroup copy the tile. With `sanitizes`, which is the same for all, NaN and
+// inf become 0; returns whether this thread met one.
 template <int NUM_THREADS, typename T, int ROWS, int BLOCK_D, int LOADS>
 METAL_FUNC bool copy_tile(
     thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, bool sanitizes, uint thread_index) {
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = 16 / int(sizeof(T));
+  static_assert(BLOCK_D % JFM_DEALT_COLUMNS == 0, "fragments of a tile come in pairs");
   constexpr int kThreadsPerRow = BLOCK_D / kAtOnce;
   constexpr int kRowsAtOnce = NUM_THREADS / kThreadsPerRow;
   static_assert(NUM_THREADS % kThreadsPerRow == 0, "threads share rows evenly");
   const int col = int(thread_index) % kThreadsPerRow * kAtOnce;
-  const int row = int(thread_index) / kThreadsPerRow;
-  if (col >= ((tile.matrix.num_cols - tile.first_col + 7) & ~7)) return false;
+  if (col >= tile.matrix.num_cols - tile.first_col) return false;
   bool found = false;
-  // In a loop: copies on their way to threadgroup memory would take registers from the sums.
-  JFM_NO_UNROLL for (int i = 0; i < ROWS; i += kRowsAtOnce) {
-    if (ROWS % kRowsAtOnce != 0 && row + i >= ROWS) break;
-    device const T* source = matrix_row(tile.matrix, row + i);
-    threadgroup T* target = tile.shared + (row + i) * tile_row_stride<T, BLOCK_D>() + col;
-    JFM_UNROLL for (int k = 0; k < kAtOnce; ++k) {
-      T x = matrix_element(tile.matrix, source, tile.first_col + col + k);
-      if (sanitizes && !is_finite_value(float(x))) {
-        x = T(0.0f);
-        found = true;
+  // In a loop, of which no compiler knows the end: copies on their way to threadgroup memory would
+  // take registers from the sums.
+  JFM_NO_UNROLL for (int row = int(thread_index) / kThreadsPerRow; row < ROWS;
+                     row += kRowsAtOnce) {
+    device const T* source = matrix_row(tile.matrix, row) + tile.first_col;
+    threadgroup T* target = tile.shared + row * tile_row_stride<T, BLOCK_D>();
+    JFM_UNROLL for (int i = 0; i < kAtOnce; i += 4) {
+      vec<T, 4> x = row_elements<T>(source, col + i, tile.matrix.num_cols - tile.first_col);
+      if (sanitizes) {
+        JFM_UNROLL for (int k = 0; k < 4; ++k) {
+          if (!is_finite_value(float(x[k]))) {
+            x[k] = T(0.0f);
+            found = true;
+          }
+        }
       }
-      target[k] = x;
+      store_four(target + col + i, x);
     }
   }
   return found;
@@ -380,37 +471,37 @@ METAL_FUNC void set_tiles(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Rows 8 n … 8 n + 7, columns 8 d … 8 d + 7 of the tile.
+// Two fragments of rows 8 n … 8 n + 7 of the tile, from its column 8 d on.
 template <typename T, int ROWS, int BLOCK_D, int LOADS>
-METAL_FUNC OperandFragment<T> tile_fragment(
-    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int n, int d, uint lane) {
-  const int row = fragment_row(lane);
-  const int col = d * 8 + fragment_col(lane);
+METAL_FUNC void load_tile_fragments(
+    thread OperandFragment<T>* fragments, thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int n,
+    int d, uint lane) {
+  const int row = n * 8 + fragment_row(lane);
+  const int first_col = tile.first_col + d * 8;
+  const int num_cols = tile.matrix.num_cols - first_col;
   if (LOADS == JFM_LOADS_DEVICE) {
-    return fragment_of_row(
-        tile.matrix, matrix_row(tile.matrix, n * 8 + row), tile.first_col + col);
+    load_fragments(fragments, matrix_row(tile.matrix, row) + first_col, num_cols, lane);
+  } else {
+    threadgroup const T* p = tile.shared + row * tile_row_stride<T, BLOCK_D>() + d * 8;
+    load_fragments(fragments, p, num_cols, lane);
   }
-  threadgroup const T* p = tile.shared + (n * 8 + row) * tile_row_stride<T, BLOCK_D>() + col;
-  OperandFragment<T> fragment;
-  fragment.thread_elements()[0] = p[0];
-  fragment.thread_elements()[1] = p[1];
-  return fragment;
 }
 
-// The same, transposed.
+// Fragment d of these rows, transposed: its two numbers are of different rows.
 template <typename T, int ROWS, int BLOCK_D, int LOADS>
 METAL_FUNC OperandFragment<T> tile_fragment_transposed(
     thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int n, int d, uint lane) {
-  constexpr int kStride = tile_row_stride<T, BLOCK_D>();
-  const int row = fragment_col(lane);  // in the tile
-  const int col = d * 8 + fragment_row(lane);
+  const int row = n * 8 + fragment_col(lane);
+  const int num_cols = tile.matrix.num_cols;
+  const int col = dealt_column(d * 8 + fragment_row(lane), num_cols);
   OperandFragment<T> fragment;
   JFM_UNROLL for (int e = 0; e < 2; ++e) {
     if (LOADS == JFM_LOADS_DEVICE) {
-      device const T* p = matrix_row(tile.matrix, n * 8 + row + e);
-      fragment.thread_elements()[e] = matrix_element(tile.matrix, p, tile.first_col + col);
+      fragment.thread_elements()[e] = row_element<T>(
+          matrix_row(tile.matrix, row + e), tile.first_col + col, num_cols);
     } else {
-      fragment.thread_elements()[e] = tile.shared[(n * 8 + row + e) * kStride + col];
+      threadgroup const T* p = tile.shared + (row + e) * tile_row_stride<T, BLOCK_D>();
+      fragment.thread_elements()[e] = row_element<T>(p, col, num_cols - tile.first_col);
     }
   }
   return fragment;
@@ -420,41 +511,81 @@ METAL_FUNC OperandFragment<T> tile_fragment_transposed(
 // Of the R · 8 rows of a simdgroup; N · 8 rows are in the tile. Sums of one loop do not depend
 // on each other: a product takes as long as two are issued apart, so four in flight are enough.
 
+// The columns of two fragments, from the tile's column 8 d on.
 template <typename T, int HEAD_DIM, int R, bool KEEP, int ROWS, int BLOCK_D, int LOADS>
-METAL_FUNC void multiply_transposed_column(
+METAL_FUNC void multiply_transposed_columns(
     thread Fragment (&products)[R * ROWS / 8],
     thread const RowFragments<T, HEAD_DIM, R, KEEP>& rows,
     thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int d, uint lane) {
-  if (tile.first_col + d * 8 >= rows.matrix.num_cols) return;
-  OperandFragment<T> a[R];
+  const int first_col = tile.first_col + d * 8;
+  const int num_cols = rows.matrix.num_cols - first_col;
+  if (num_cols <= 0) return;
+  OperandFragment<T> a[R * 2];
   JFM_UNROLL for (int r = 0; r < R; ++r) {
-    a[r] = row_fragment(rows, r, tile.first_col / 8 + d, lane);
+    if (KEEP) {
+      JFM_UNROLL for (int j = 0; j < 2; ++j) {
+        a[r * 2 + j] = rows.kept[KEEP ? r * (HEAD_DIM / 8) + first_col / 8 + j : 0];
+      }
+    } else {
+      load_row_fragments(a + r * 2, rows, r, first_col, lane);
+    }
   }
-  JFM_UNROLL for (int n = 0; n < ROWS / 8; ++n) {
-    OperandFragment<T> b = tile_fragment_transposed(tile, n, d, lane);
-    JFM_UNROLL for (int r = 0; r < R; ++r) {
-      thread Fragment& sum = products[r * (ROWS / 8) + n];
-      simdgroup_multiply_accumulate(sum, a[r], b, sum);
+  JFM_UNROLL for (int j = 0; j < 2; ++j) {
+    if (j * 8 < num_cols) {
+      JFM_UNROLL for (int n = 0; n < ROWS / 8; ++n) {
+        OperandFragment<T> b = tile_fragment_transposed(tile, n, d + j, lane);
+        JFM_UNROLL for (int r = 0; r < R; ++r) {
+          thread Fragment& sum = products[r * (ROWS / 8) + n];
+          simdgroup_multiply_accumulate(sum, a[r * 2 + j], b, sum);
+        }
+      }
     }
   }
 }
 
-// products[r][n] += rows r · (8 rows of the tile from 8 n)ᵀ, over the columns of the tile. Rows in
-// registers need the loop unrolled; else it is short code that counts: 12 KB are cached.
+// products[r][n] += rows r · (8 rows of the tile from 8 n)ᵀ, over the columns of the tile. Rows
+// in registers need the loop unrolled; else it is short code that counts: 12 KB are cached.
 template <typename T, int HEAD_DIM, int R, bool KEEP, int ROWS, int BLOCK_D, int LOADS>
 METAL_FUNC void multiply_transposed(
     thread Fragment (&products)[R * ROWS / 8],
     thread const RowFragments<T, HEAD_DIM, R, KEEP>& rows,
     thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, uint lane) {
   if (KEEP) {
-    JFM_UNROLL for (int d = 0; d < BLOCK_D / 8; ++d) {
-      multiply_transposed_column(products, rows, tile, d, lane);
+    JFM_UNROLL for (int d = 0; d < BLOCK_D / 8; d += 2) {
+      multiply_transposed_columns(products, rows, tile, d, lane);
     }
   } else {
-    JFM_NO_UNROLL for (int d = 0; d < BLOCK_D / 8; ++d) {
-      multiply_transposed_column(products, rows, tile, d, lane);
+    JFM_NO_UNROLL for (int d = 0; d < BLOCK_D / 8; d += 2) {
+      multiply_transposed_columns(products, rows, tile, d, lane);
     }
   }
+}
+
+// sums[r][d] += factor[r] · (8 rows of the tile from 8 n, 8 columns from 8 d), over the columns
+// of the tile. With `sanitizes`, 0 for NaN and inf; returns whether this lane met one.
+template <int HEAD_DIM, int R, typename T, int ROWS, int BLOCK_D, int LOADS>
+METAL_FUNC bool multiply_accumulate_row(
+    thread Fragment (&sums)[R * HEAD_DIM / 8], thread Fragment (&factor)[R],
+    thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int n, int first_col, bool sanitizes,
+    uint lane) {
+  bool found = false;
+  JFM_UNROLL for (int d = 0; d < BLOCK_D / 8; d += 2) {
+    const int num_cols = tile.matrix.num_cols - first_col - d * 8;
+    if (num_cols > 0) {
+      OperandFragment<T> b[2];
+      load_tile_fragments(b, tile, n, d, lane);
+      JFM_UNROLL for (int j = 0; j < 2; ++j) {
+        if (j * 8 < num_cols) {
+          if (sanitizes) found = sanitize(b[j]) || found;
+          JFM_UNROLL for (int r = 0; r < R; ++r) {
+            thread Fragment& sum = sums[r * (HEAD_DIM / 8) + first_col / 8 + d + j];
+            simdgroup_multiply_accumulate(sum, factor[r], b[j], sum);
+          }
+        }
+      }
+    }
+  }
+  return found;
 }
 
 // sums[r][d] += Σ_n factors[r][n] · (8 rows of the tile from 8 n, 8 columns from 8 d), over the
@@ -464,15 +595,9 @@ METAL_FUNC void multiply_accumulate(
     thread Fragment (&sums)[R * HEAD_DIM / 8], thread Fragment (&factors)[R * ROWS / 8],
     thread const Tile<T, ROWS, BLOCK_D, LOADS>& tile, int first_col, uint lane) {
   JFM_UNROLL for (int n = 0; n < ROWS / 8; ++n) {
-    JFM_UNROLL for (int d = 0; d < BLOCK_D / 8; ++d) {
-      if (first_col + d * 8 < tile.matrix.num_cols) {
-        OperandFragment<T> b = tile_fragment(tile, n, d, lane);
-        JFM_UNROLL for (int r = 0; r < R; ++r) {
-          thread Fragment& sum = sums[r * (HEAD_DIM / 8) + first_col / 8 + d];
-          simdgroup_multiply_accumulate(sum, factors[r * (ROWS / 8) + n], b, sum);
-        }
-      }
-    }
+    Fragment factor[R];
+    JFM_UNROLL for (int r = 0; r < R; ++r) factor[r] = factors[r * (ROWS / 8) + n];
+    multiply_accumulate_row<HEAD_DIM, R>(sums, factor, tile, n, first_col, false, lane);
   }
 }
 
@@ -491,16 +616,8 @@ METAL_FUNC bool multiply_accumulate_finite(
         if (i == n) factor[r] = factors[r * (ROWS / 8) + i];
       }
     }
-    JFM_UNROLL for (int d = 0; d < BLOCK_D / 8; ++d) {
-      if (first_col + d * 8 < tile.matrix.num_cols) {
-        OperandFragment<T> b = tile_fragment(tile, n, d, lane);
-        found = sanitize(b) || found;
-        JFM_UNROLL for (int r = 0; r < R; ++r) {
-          thread Fragment& sum = sums[r * (HEAD_DIM / 8) + first_col / 8 + d];
-          simdgroup_multiply_accumulate(sum, factor[r], b, sum);
-        }
-      }
-    }
+    found = multiply_accumulate_row<HEAD_DIM, R>(sums, factor, tile, n, first_col, true, lane) ||
+            found;
   }
   return found;
 }

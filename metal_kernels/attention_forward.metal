@@ -27,7 +27,7 @@ JFM_VARIANT_TEMPLATE
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q % (8 * NUM_SIMDGROUPS) == 0, "a simdgroup owns whole fragments");
-  static_assert(BLOCK_KV % 8 == 0 && BLOCK_D % 8 == 0, "fragments are 8x8");
+  static_assert(BLOCK_KV % 8 == 0 && BLOCK_D % 16 == 0, "8x8 fragments, columns in pairs");
   static_assert(HEAD_DIM % BLOCK_D == 0, "tiles cut the columns");
   constexpr int kRows = BLOCK_Q / (8 * NUM_SIMDGROUPS);  // fragments
   constexpr int kKeys = BLOCK_KV / 8;
@@ -47,20 +47,17 @@ JFM_VARIANT_TEMPLATE
   const int first_row = first_query + int(simdgroup) * 8 * kRows;
   const int lane_row = first_row + fragment_row(lane);  // that of row fragment 0
 
-  const Matrix<T> keys_matrix = make_matrix(
-      key + head_offset(params, params.key, group.z, kv_head), params.key.row, params.kv_len,
-      head_dim, aligned_kv);
-  const Matrix<T> values_matrix = make_matrix(
-      value + head_offset(params, params.value, group.z, kv_head), params.value.row,
-      params.kv_len, value_head_dim, aligned_kv);
+  const Matrix<T> keys_matrix =
+      key_matrix(params, key, params.key, group.z, kv_head, head_dim);
+  const Matrix<T> values_matrix =
+      key_matrix(params, value, params.value, group.z, kv_head, value_head_dim);
   ScorePointers pointers;
   JFM_SCORE_POINTERS(pointers);
   const ScoreOperands operands = load_score_operands(params, pointers, group.z, head);
 
   RowFragments<T, HEAD_DIM, kRows, kKeepQuery> q;
-  const Matrix<T> queries_matrix = make_matrix(
-      query + head_offset(params, params.query, group.z, head), params.query.row, params.q_len,
-      head_dim, aligned_q);
+  const Matrix<T> queries_matrix =
+      query_matrix(params, query, params.query, group.z, head, head_dim);
   load_rows(q, rows_from(queries_matrix, first_row), lane);
   Tile<T, BLOCK_KV, BLOCK_D, LOADS> tile;
   tile.shared = shared;

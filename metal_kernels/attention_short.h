@@ -50,56 +50,30 @@ METAL_FUNC long partial_row_offset(
   return head_offset(params, strides, batch, head) + query * strides.row;
 }
 
-// products[j] = row · (8 rows of the matrix from 8 j)ᵀ, with one packed row per
-// row of fragments, which starts at `row`. What a row that is not valid gives is not used.
-template <typename T, int HEAD_DIM, int N>
-METAL_FUNC void multiply_row_transposed(
-    thread Fragment (&products)[N], device const T* row, Matrix<T> matrix,
-    uint lane) {
-  const Matrix<T> own = make_matrix(row, 0, 1, matrix.num_cols, true);
-  clear(products);
-  JFM_NO_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
-    if (d * 8 >= matrix.num_cols) break;
-    OperandFragment<T> a = fragment_of_row(own, row, d * 8 + fragment_col(lane));
-    JFM_UNROLL for (int j = 0; j < N; ++j) {
-      OperandFragment<T> b;
-      JFM_UNROLL for (int e = 0; e < 2; ++e) {
-        b.thread_elements()[e] = matrix_element(
-            matrix, matrix_row(matrix, j * 8 + fragment_col(lane) + e),
-            d * 8 + fragment_row(lane));
-      }
-      simdgroup_multiply_accumulate(products[j], a, b, products[j]);
-    }
-  }
+// The packed rows of a simdgroup: `row` is this lane's. What one that is not valid gives is not
+// used.
+template <int HEAD_DIM, typename T>
+METAL_FUNC RowFragments<T, HEAD_DIM, 1, false> packed_rows(device const T* row, int num_cols) {
+  RowFragments<T, HEAD_DIM, 1, false> rows;
+  rows.matrix = make_matrix(row, 0, 1, num_cols, true);
+  return rows;
 }
 
-// sums[d] += Σ_j factors[j] · (8 rows of the matrix from 8 j); with `sanitizes` 0 for
-// NaN and inf, and the result says whether this lane met one.
-template <typename T, int HEAD_DIM, int N>
-METAL_FUNC bool multiply_accumulate_rows(
-    thread Fragment (&sums)[HEAD_DIM / 8], thread Fragment (&factors)[N],
-    Matrix<T> matrix, bool sanitizes, uint lane) {
-  bool found = false;
-  JFM_UNROLL for (int j = 0; j < N; ++j) {
-    device const T* row = matrix_row(matrix, j * 8 + fragment_row(lane));
-    JFM_UNROLL for (int d = 0; d < HEAD_DIM / 8; ++d) {
-      if (d * 8 < matrix.num_cols) {
-        OperandFragment<T> b = fragment_of_row(matrix, row, d * 8 + fragment_col(lane));
-        if (sanitizes) found = sanitize(b) || found;
-        simdgroup_multiply_accumulate(sums[d], factors[j], b, sums[d]);
-      }
-    }
-  }
-  return found;
+// The keys of a block, read from device memory: no other simdgroup of the threadgroup reads them.
+template <int HEAD_DIM, int BLOCK_KV, typename T>
+METAL_FUNC Tile<T, BLOCK_KV, HEAD_DIM, JFM_LOADS_DEVICE> device_tile(Matrix<T> matrix) {
+  Tile<T, BLOCK_KV, HEAD_DIM, JFM_LOADS_DEVICE> tile;
+  tile.matrix = matrix;
+  tile.first_col = 0;
+  return tile;
 }
 
 template <int N>
 METAL_FUNC void store_partial_row(
     thread Fragment (&fragments)[N], float factor, device float* row, int num_cols, uint lane) {
-  JFM_UNROLL for (int d = 0; d < N; ++d) {
+  JFM_UNROLL for (int d = 0; d < N; d += 2) {
     if (d * 8 < num_cols) {
-      store_fragment(
-          fragments[d], factor, row, 0, 0, d * 8 + fragment_col(lane), 1, num_cols);
+      store_fragments(fragments + d, factor, row + d * 8, num_cols - d * 8, lane);
     }
   }
 }

@@ -33,12 +33,10 @@ JFM_VARIANT_TEMPLATE
   query += head_offset(params, params.query, group.z, row.head) + row.query * params.query.row;
   dout += head_offset(params, params.dout, group.z, row.head) + row.query * params.dout.row;
   delta += head_offset(params, params.delta, group.z, row.head);
-  const Matrix<T> keys_matrix = make_matrix(
-      key + head_offset(params, params.key, group.z, kv_head), params.key.row, params.kv_len,
-      head_dim, aligned_kv);
-  const Matrix<T> values_matrix = make_matrix(
-      value + head_offset(params, params.value, group.z, kv_head), params.value.row,
-      params.kv_len, value_head_dim, aligned_kv);
+  const Matrix<T> keys_matrix =
+      key_matrix(params, key, params.key, group.z, kv_head, head_dim);
+  const Matrix<T> values_matrix =
+      key_matrix(params, value, params.value, group.z, kv_head, value_head_dim);
   const RowStatistics statistics = load_row_statistics(params, delta, row.query);
 
   ScorePointers pointers;
@@ -46,6 +44,8 @@ JFM_VARIANT_TEMPLATE
   // The rows of a simdgroup have different heads, but one batch index.
   const ScoreOperands operands = load_score_operands(params, pointers, group.z, row.head);
 
+  const RowFragments<T, HEAD_DIM, 1, false> query_rows = packed_rows<HEAD_DIM>(query, head_dim);
+  const RowFragments<T, HEAD_DIM, 1, false> dout_rows = packed_rows<HEAD_DIM>(dout, value_head_dim);
   Fragment dq[HEAD_DIM / 8];
   clear(dq);
 
@@ -58,16 +58,24 @@ JFM_VARIANT_TEMPLATE
     if (block_is_hidden(params, operands, 0, params.q_len, first_key, BLOCK_KV, lane)) continue;
     Fragment s[BLOCK_KV / 8];
     Fragment dp[BLOCK_KV / 8];
-    const Matrix<T> block_keys_matrix = rows_from(keys_matrix, first_key);
-    multiply_row_transposed<T, HEAD_DIM>(s, query, block_keys_matrix, lane);
-    multiply_row_transposed<T, HEAD_DIM>(
-        dp, dout, rows_from(values_matrix, first_key), lane);
+    const Tile<T, BLOCK_KV, HEAD_DIM, JFM_LOADS_DEVICE> key_tile =
+        device_tile<HEAD_DIM, BLOCK_KV>(rows_from(keys_matrix, first_key));
+    const Tile<T, BLOCK_KV, HEAD_DIM, JFM_LOADS_DEVICE> value_tile =
+        device_tile<HEAD_DIM, BLOCK_KV>(rows_from(values_matrix, first_key));
+    clear(s);
+    multiply_transposed(s, query_rows, key_tile, lane);
+    clear(dp);
+    multiply_transposed(dp, dout_rows, value_tile, lane);
     const bool is_interior =
         block_is_interior(params, operands, 0, params.q_len, first_key, BLOCK_KV);
     score_gradients<BLOCK_KV / 8>(
         params, operands, s, dp, is_interior, keys, row.query, row.valid, first_key, statistics,
         lane);
-    multiply_accumulate_rows<T, HEAD_DIM>(dq, s, block_keys_matrix, !is_interior, lane);
+    if (is_interior) {
+      multiply_accumulate<HEAD_DIM, 1>(dq, s, key_tile, 0, lane);
+    } else {
+      multiply_accumulate_finite<HEAD_DIM, 1>(dq, s, key_tile, 0, lane);
+    }
   }
 
   if (!row.valid) return;

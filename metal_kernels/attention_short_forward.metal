@@ -32,18 +32,17 @@ JFM_VARIANT_TEMPLATE
       packed_row(params, kv_head, int(group.y) % row_blocks, fragment_row(lane), group.z);
 
   query += head_offset(params, params.query, group.z, row.head) + row.query * params.query.row;
-  const Matrix<T> keys_matrix = make_matrix(
-      key + head_offset(params, params.key, group.z, kv_head), params.key.row, params.kv_len,
-      head_dim, aligned_kv);
-  const Matrix<T> values_matrix = make_matrix(
-      value + head_offset(params, params.value, group.z, kv_head), params.value.row,
-      params.kv_len, value_head_dim, aligned_kv);
+  const Matrix<T> keys_matrix =
+      key_matrix(params, key, params.key, group.z, kv_head, head_dim);
+  const Matrix<T> values_matrix =
+      key_matrix(params, value, params.value, group.z, kv_head, value_head_dim);
 
   ScorePointers pointers;
   JFM_SCORE_POINTERS(pointers);
   // The rows of a simdgroup have different heads, but one batch index.
   const ScoreOperands operands = load_score_operands(params, pointers, group.z, row.head);
 
+  const RowFragments<T, HEAD_DIM, 1, false> rows = packed_rows<HEAD_DIM>(query, head_dim);
   Fragment o[kDimFragments];
   clear(o);
   SoftmaxRow softmax = empty_softmax_row();
@@ -55,8 +54,14 @@ JFM_VARIANT_TEMPLATE
   for (int first_key = max(split_start, block_keys.begin / BLOCK_KV * BLOCK_KV);
        first_key < end_key; first_key += BLOCK_KV) {
     if (block_is_hidden(params, operands, 0, params.q_len, first_key, BLOCK_KV, lane)) continue;
+    const Matrix<T> block_values = rows_from(values_matrix, first_key);
+    const Tile<T, BLOCK_KV, HEAD_DIM, JFM_LOADS_DEVICE> key_tile =
+        device_tile<HEAD_DIM, BLOCK_KV>(rows_from(keys_matrix, first_key));
+    const Tile<T, BLOCK_KV, HEAD_DIM, JFM_LOADS_DEVICE> value_tile =
+        device_tile<HEAD_DIM, BLOCK_KV>(block_values);
     Fragment s[BLOCK_KV / 8];
-    multiply_row_transposed<T, HEAD_DIM>(s, query, rows_from(keys_matrix, first_key), lane);
+    clear(s);
+    multiply_transposed(s, rows, key_tile, lane);
     const bool is_interior =
         block_is_interior(params, operands, 0, params.q_len, first_key, BLOCK_KV);
     const float correction = update_softmax<BLOCK_KV / 8>(
@@ -65,9 +70,12 @@ JFM_VARIANT_TEMPLATE
       o[d].thread_elements()[0] *= correction;
       o[d].thread_elements()[1] *= correction;
     }
-    const Matrix<T> block_values = rows_from(values_matrix, first_key);
-    const bool found =
-        multiply_accumulate_rows<T, HEAD_DIM>(o, s, block_values, !is_interior, lane);
+    bool found = false;
+    if (is_interior) {
+      multiply_accumulate<HEAD_DIM, 1>(o, s, value_tile, 0, lane);
+    } else {
+      found = multiply_accumulate_finite<HEAD_DIM, 1>(o, s, value_tile, 0, lane);
+    }
     const bool found_any = simd_any(found);
     // Rare: a row that sees such a value becomes NaN.
     if (found_any &&

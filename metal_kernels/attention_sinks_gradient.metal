@@ -1,5 +1,5 @@
-// The gradient of sinks: -Σ exp(sink - logsumexp) · factor · delta over the rows of every
-// (batch, head) that shares a sink. A row that sees no key has no use for it: 0.
+// The gradient of sinks: -Σ exp(sink - logsumexp - remainder) · delta over the rows of
+// every (batch, head) that shares a sink. A row that sees no key has no use for it: 0.
 // The rows are dealt to the threads in turn and the threads' sums added in one order:
 // deterministic.
 //
@@ -33,7 +33,8 @@ JFM_VARIANT_TEMPLATE
       const float row_lse = lse[row * params.logsumexp.row];
       if (is_minus_infinity(row_lse)) continue;
       const RowStatistics statistics = load_row_statistics(params, dl, row);
-      sum -= sink_weight(sink, row_lse) * statistics.factor * statistics.delta;
+      const float shifted = to_score_units(sink) - to_score_units(row_lse);
+      sum -= exp_score(shifted - statistics.remainder) * statistics.delta;
     }
   }
 

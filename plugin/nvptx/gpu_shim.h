@@ -21,6 +21,8 @@ JFM_GPU_FUNCTION(__msl_gpu_exp2, "exp2")
 JFM_GPU_FUNCTION(__msl_gpu_log2, "log2")
 JFM_GPU_FUNCTION(__msl_gpu_tanh, "tanh")
 #undef JFM_GPU_FUNCTION
+// One access for a GPU whose loads ask only that an element is aligned, as Apple's are said to.
+#define MSL_PACKED_ALIGNMENT(T) (4 * sizeof(T))
 #else
 inline float __msl_gpu_exp2(float x) { return __nvvm_ex2_approx_f(x); }
 inline float __msl_gpu_log2(float x) { return __nvvm_lg2_approx_f(x); }

@@ -109,20 +109,28 @@ GUARDS: list[tuple[str, Bug]] = [
         part="device forward", is_slow=True)),
     ("read out of bounds|numbers", Bug(
         "column-guard", COMMON,
-        "matrix.num_cols % 8 == 0 || col < matrix.num_cols ? row[col]",
-        "matrix.num_cols % 4 == 0 || col < matrix.num_cols ? row[col]")),
+        "num_cols % 8 == 0 || col < num_cols ? T(row[col])",
+        "num_cols % 4 == 0 || col < num_cols ? T(row[col])")),
     ("read out of bounds|numbers", Bug(
         "column-guard-of-short", COMMON,
-        "matrix.num_cols % 8 == 0 || col < matrix.num_cols ? row[col]",
-        "true ? row[col]", part="short forward", is_slow=True)),
+        "num_cols % 8 == 0 || col < num_cols ? T(row[col])",
+        "true ? T(row[col])", part="short forward", is_slow=True)),
     ("uninitialized read|numbers", Bug(
-        "tile-padding-not-written", COMMON,
-        "if (col >= ((tile.matrix.num_cols - tile.first_col + 7) & ~7)) return false;",
-        "if (col >= tile.matrix.num_cols - tile.first_col) return false;")),
+        "last-columns-of-tile-not-written", COMMON,
+        "if (col >= tile.matrix.num_cols - tile.first_col) return false;",
+        "if (col + 4 >= tile.matrix.num_cols - tile.first_col) return false;")),
+    ("read out of bounds|numbers", Bug(
+        "columns-dealt-that-are-not-there", COMMON,
+        "return num_cols % JFM_DEALT_COLUMNS == 0;", "return num_cols % 4 == 0;")),
+    ("numbers", Bug(
+        "columns-dealt-to-one-operand", COMMON,
+        "dealt_column(d * 8 + fragment_row(lane), num_cols)",
+        "d * 8 + fragment_row(lane)")),
     ("write out of bounds", Bug(
-        "store-row-guard", COMMON, "if (row >= num_rows) return;", "")),
+        "store-row-guard", COMMON, "if (row < num_rows) {", "{")),
     ("race|write out of bounds", Bug(
-        "store-column-guard", COMMON, "if (col + 1 < num_cols) p[col", "p[col")),
+        "store-column-guard", COMMON,
+        "if (j * 8 + col + e < num_cols) {", "{")),
     ("numbers", Bug(
         "kv-tail-visible", SCORES, "return !aligned_kv || ", "return ")),
     ("numbers", Bug(
@@ -218,7 +226,7 @@ GUARDS: list[tuple[str, Bug]] = [
         "s < params.num_splits", "s + 1 < params.num_splits")),
     ("numbers|uninitialized read", Bug(
         "output-row-not-written", COMMON,
-        "if (row >= num_rows) return;", "if (row + 1 >= num_rows) return;")),
+        "if (row < num_rows) {", "if (row + 1 < num_rows) {")),
     ("numbers|uninitialized read", Bug(
         "logsumexp-row-not-written", FORWARD,
         "if (row < params.q_len && fragment_col(lane) == 0)",
@@ -372,8 +380,8 @@ FEATURES: list[tuple[dict[str, Any], Bug]] = [
         "bias-offset-in-bytes", SCORES,
         "bias_dtype == JFM_DTYPE_FLOAT32 ? 4 : 2", "4", is_slow=True)),
     ({"bias": "float32", "bias_values": "huge-rows"}, Bug(
-        "factor-of-a-coarse-logsumexp-ignored", BACKWARD,
-        "p = row.factor * exp_shifted", "p = exp_shifted")),
+        "remainder-of-a-coarse-logsumexp-ignored", BACKWARD,
+        "exp_score(shifted - row.remainder)", "exp_score(shifted)")),
     ({"bias": "float32", "bias_values": "huge-rows"}, Bug(
         "coarse-logsumexp-not-summed", DELTA,
         "if (is_coarse(row_lse))", "if (false)", is_slow=True)),

@@ -301,6 +301,26 @@ def test_rows_whose_logsumexp_holds_no_sum(features, bias, q_len, kernels):
     check(kernels, case)
 
 
+@pytest.mark.parametrize("head_dim", [20, 32])
+@pytest.mark.parametrize("size", [1e5, 3e9, 1e20])
+@short_and_long
+def test_rows_with_one_huge_score(q_len, size, head_dim, kernels):
+    """Of one key each, whose weight is 1: no rounding of a difference may be exp'd."""
+    sizes = SMALL | {"head_dim": head_dim}
+    case = cases.Case(f"huge-scores-q{q_len}", q_len=q_len, **sizes)
+    inputs = make_inputs(case)
+    inputs.query[..., 1::3, :, :] *= np.float32(size)
+    results = run(kernels, inputs, **make_arguments(case))
+    out, logsumexp = reference_f64.attention(*inputs.operands, **case.options)
+    expected = reference_f64.attention_gradients(*inputs, **case.options)
+    assert_result(case, "out", results.out, out)
+    np.testing.assert_allclose(results.logsumexp, logsumexp, rtol=1e-5, atol=1e-5)
+    assert_result(case, "dvalue", results.dvalue, expected[2])
+    assert_result(case, "dquery", results.dquery, expected[0])
+    # A rounding error of dS times such a query is no small number.
+    assert np.isfinite(results.dkey).all()
+
+
 @short_and_long
 def test_dropout_does_not_depend_on_the_neighbours(q_len, kernels):
     """An element's bits are its own: alone, in a batch, with fewer heads."""

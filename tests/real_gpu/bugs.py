@@ -117,12 +117,12 @@ _OTHERS = [
     ),
     Bug(
         "row-past-the-end-written", "memcheck", _COMMON,
-        "if (row >= num_rows) return;", "",
+        "if (row < num_rows) {", "{",
     ),
     Bug(
         "tile-rows-not-written", "initcheck", _COMMON,
-        "for (int i = 0; i < ROWS; i += kRowsAtOnce)",
-        "for (int i = kRowsAtOnce; i < ROWS; i += kRowsAtOnce)",
+        "for (int row = int(thread_index) / kThreadsPerRow;",
+        "for (int row = int(thread_index) / kThreadsPerRow + kRowsAtOnce;",
     ),
     Bug(
         "delta-of-last-row-not-written", "initcheck", "attention_delta.metal",
@@ -130,7 +130,7 @@ _OTHERS = [
     ),
     Bug(
         "result-of-last-row-not-written", "initcheck", _COMMON,
-        "if (row >= num_rows) return;", "if (row + 1 >= num_rows) return;",
+        "if (row < num_rows) {", "if (row + 1 < num_rows) {",
     ),
     Bug(
         "barrier-in-two-places", "synccheck", _COMMON,

@@ -52,6 +52,15 @@ MSL_VECTORS(half)
 MSL_VECTORS(float)
 MSL_VECTORS(bfloat)
 #undef MSL_VECTORS
+// Aligned like their elements.
+#ifndef MSL_PACKED_ALIGNMENT
+#define MSL_PACKED_ALIGNMENT(T) sizeof(T)
+#endif
+#define MSL_PACKED(T) __attribute__((ext_vector_type(4), aligned(MSL_PACKED_ALIGNMENT(T))))
+typedef float packed_float4 MSL_PACKED(float);
+typedef half packed_half4 MSL_PACKED(half);
+typedef bfloat packed_bfloat4 MSL_PACKED(bfloat);
+#undef MSL_PACKED
 // clang has no vectors of bool here.
 typedef vec<char, 2> bool2;
 typedef vec<char, 3> bool3;
@@ -694,6 +703,9 @@ using metal::int4;
 using metal::long2;
 using metal::long3;
 using metal::long4;
+using metal::packed_bfloat4;
+using metal::packed_float4;
+using metal::packed_half4;
 using metal::short2;
 using metal::short3;
 using metal::short4;
