@@ -413,18 +413,27 @@ def run(arguments: argparse.Namespace) -> int:
                     report.save()
             for future in large:
                 future.result()
-        if {"rows", "defaults", "features"} <= {*arguments.steps}:
-            used = {
-                k
-                for s in ("rows", "defaults", "features")
-                for k in report.data[s]["used"]
-            }
-            report.data["not_run"] = sorted({*manifest["kernels"]} - used)
-            for kernel in report.data["not_run"]:
-                report.wrong(f"no call has run {kernel}")
+        check_all_ran({*manifest["kernels"]}, report)
     report.save()
     report.say(f"done, {len(report.data['wrong'])} wrong")
     return 1 if report.data["wrong"] else 0
+
+
+def check_all_ran(kernels: set[str], report: Report) -> None:
+    """No kernel may be missing from the numbers, nor from what a tool has seen."""
+    data = report.data
+    sets = {}
+    if {"rows", "defaults", "features"} <= {*data}:
+        sets["compared with float64"] = [
+            data["rows"],
+            data["defaults"],
+            data["features"],
+        ]
+    for tool, joined in data.get("sanitizers", {}).items():
+        sets[f"under {tool}"] = [joined]
+    for what, runs in sets.items():
+        for kernel in sorted(kernels.difference(*(run["used"] for run in runs))):
+            report.wrong(f"no call {what} has run {kernel}")
 
 
 def machine(sanitizer: Path) -> dict[str, str]:
@@ -538,13 +547,14 @@ def run_bugs(
     for bug, (plain, under_tool) in zip(planted, outcomes):
         wrong, runs = plain.result.get("wrong"), plain.result.get("runs")
         numbers = "no result" if wrong is None else f"{len(wrong)} of {runs}"
-        is_found = bool(wrong) if bug.tool == "numbers" else under_tool.findings > 0
+        tool = bug.tool
+        is_found = bool(wrong) if tool == "numbers" else under_tool.findings > 0
         if plain.status == _TIMEOUT:  # nobody needs a tool to see that
-            is_found, numbers = True, "hangs"
+            is_found, tool, numbers = True, "none: it hangs", "hangs"
         report.data["bugs"].append(
             {
                 "id": bug.id,
-                "tool": bug.tool,
+                "tool": tool,
                 "found": is_found,
                 "findings": under_tool.findings,
                 "first": under_tool.first,
@@ -600,7 +610,7 @@ def markdown(data: Mapping[str, Any]) -> str:
             "|---|---|---|---|---|",
         ]
         for bug in data["bugs"]:
-            count = bug["findings"] if bug["tool"] != "numbers" else ""
+            count = bug["findings"] if bug["tool"] in TOOLS else ""
             lines.append(
                 f"| {bug['id']} | {bug['tool']}{'' if bug['found'] else ' **missed**'} "
                 f"| {count} | {bug['first']} | {bug['numbers']} |"

@@ -52,6 +52,30 @@ def test_both_forms_of_the_backward_pass_are_run():
         assert {run.form for run in runs} >= {"A", "B"}
 
 
+class Report:
+    def __init__(self, **data):
+        self.data, self.said = data, []
+
+    def wrong(self, text):
+        self.said.append(text)
+
+
+def test_a_kernel_that_something_has_not_run_is_wrong():
+    numbers = {name: {"used": {name: 1}} for name in ("rows", "defaults", "features")}
+    tools = {"memcheck": {"used": {"rows": 1, "defaults": 1, "features": 1}}}
+    report = Report(**numbers, sanitizers=tools)
+    real_gpu.check_all_ran({"rows", "defaults", "features"}, report)
+    assert report.said == []
+    tools["racecheck"] = {"used": {"rows": 1, "features": 1}}
+    real_gpu.check_all_ran({"rows", "defaults", "features", "large"}, report)
+    assert report.said == [
+        "no call compared with float64 has run large",
+        "no call under memcheck has run large",
+        "no call under racecheck has run defaults",
+        "no call under racecheck has run large",
+    ]
+
+
 class PlansOnly(battery.ChosenRows):
     """Plans, and launches nothing."""
 
