@@ -205,7 +205,6 @@ class _Tuner:
         self._arrays = random_operands(operands)
         names = [n for n in self._arrays if n not in FORWARD_OPERANDS]
         self._features = has_features(config, names)
-        self._disabled = kernel_proof.failures("metal")
         self._timings: list[Timing] = []
         self._admitted: dict[tuple[str, Choice], str | None] = {}
 
@@ -241,7 +240,10 @@ class _Tuner:
         )
 
     def _objection(self, which: str) -> str | None:
-        return kernel_proof.objection("metal", self._shape, which, self._features)
+        """Of the table's rows, whatever the class takes by an earlier measurement."""
+        problem = kernel_choices.problem_of(self._config, self._arrays)
+        with kernel_choices.forced(self._library, (self._class, which), None):
+            return kernel_proof.objection("metal", problem, which, self._features)
 
     def _tune_forward(self, pass_: _Pass) -> Chosen | None:
         default = pass_.default
@@ -362,9 +364,9 @@ class _Tuner:
         return self._admitted[key]
 
     def _judge(self, pass_: _Pass, choice: Choice) -> str | None:
-        for name in choice.kernels:
-            if name in self._disabled:
-                return f"the kernel {name} is disabled: {self._disabled[name]}"
+        known = kernel_proof.known_failure(choice, self._features)
+        if known is not None:
+            return known
         if self._is_late():
             return "the time was used up"
         try:

@@ -34,14 +34,14 @@ from typing import Any
 from jax_flash_metal import crashes, kernel_cases, kernel_choices, platforms
 from jax_flash_metal._version import __version__
 from jax_flash_metal.attention_library import (
+    DTYPES,
     AttentionError,
     AttentionLibrary,
-    CallShape,
-    shape_problem,
+    Problem,
 )
 from jax_flash_metal.config import Backend
 from jax_flash_metal.kernel_cases import KernelCase, Verdict
-from jax_flash_metal.kernel_choices import FORMS, Choice
+from jax_flash_metal.kernel_choices import Choice
 from jax_flash_metal.variant_table import row_head_dim
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class KernelWarning(UserWarning):
 
 
 def objection(
-    backend: Backend, shape: CallShape, which: str, has_features: bool
+    backend: Backend, problem: Problem, which: str, has_features: bool
 ) -> str | None:
     """Why a pass of a call must not take the kernels, as a clause; None: it may.
 
@@ -69,7 +69,8 @@ def objection(
 
     Args:
       backend: Which kernels.
-      shape: Of the call.
+      problem: Of the call: as the planner sees it, whose kernels may be those of its
+        class (tunings.problem_of).
       which: The pass, among attention_library.PASSES.
       has_features: Whether the call has any optional operand, a window, a softcap or
         dropout. Such a call needs the proof with all of them at once, too.
@@ -77,7 +78,7 @@ def objection(
     Raises:
       platforms.LibraryError: There is no library.
     """
-    return _proofs(backend).objection(shape, which, has_features)
+    return _proofs(backend).objection(problem, which, has_features)
 
 
 def family(backend: Backend) -> str:
@@ -101,13 +102,20 @@ def prove(case: KernelCase) -> dict[str, Verdict]:
     return _proofs(case.backend).prove(case)
 
 
-def failures(backend: Backend) -> dict[str, str]:
-    """What is known to be wrong with kernels, as clauses by their names; runs nothing.
+def known_failure(choice: Choice, has_features: bool) -> str | None:
+    """What is known to be wrong with a choice of Metal kernels, as a clause.
+
+    None: nothing is. Runs nothing.
+
+    Args:
+      choice: The kernels, and their form: of another form's verdicts none counts.
+      has_features: Of the calls that take it, as `objection` has it: without, kernels
+        may be wrong with options.
 
     Raises:
       platforms.LibraryError: There is no library.
     """
-    return _proofs(backend).failures()
+    return _proofs("metal").known_failure(choice, has_features)
 
 
 def warn(reason: str, advice: str = WHAT_TO_DO) -> None:
@@ -173,18 +181,18 @@ class _Proofs:
         return "" if self._no_device else str(self._identity["family"])
 
     def objection(
-        self, shape: CallShape, which: str, has_features: bool = False
+        self, problem: Problem, which: str, has_features: bool = False
     ) -> str | None:
         if self._no_device is not None:
             return self._no_device
         try:
-            keys = self._keys(shape, which, has_features)
+            keys, cases = self._asked(problem, which, has_features)
         except AttentionError:
             return None  # no fault of a kernel's: the call's own error says it better
         with self._lock:
             for key in keys:
                 if key not in self._verdicts:
-                    self._prove(key, shape)
+                    self._prove(key, cases)
                 verdict = self._verdicts[key]
                 if verdict.failure is not None:
                     where = f"on {self._identity['name']}"
@@ -203,42 +211,57 @@ class _Proofs:
                 self.add(self._check(keys[0], case))
             return {key: v for key, v in self._verdicts.items() if key in keys}
 
-    def failures(self) -> dict[str, str]:
+    def known_failure(self, choice: Choice, has_features: bool) -> str | None:
         with self._lock:
-            return {
-                kernel_cases.kernel_of_key(key): verdict.failure
-                for key, verdict in self._verdicts.items()
-                if verdict.failure is not None
-            }
+            for key, verdict in self._verdicts.items():
+                if verdict.failure is not None and _is_of(key, choice, has_features):
+                    return f"the kernel {key} is disabled: {verdict.failure}"
+        return None
 
     def add(self, verdicts: Mapping[str, Verdict]) -> None:
         with self._lock:
             self._verdicts.update(verdicts)
             self._write()
 
-    def _keys(self, shape: CallShape, which: str, has_features: bool) -> list[str]:
-        """What must be proven for the pass, in the order of its launches."""
+    def _asked(
+        self, problem: Problem, which: str, has_features: bool
+    ) -> tuple[list[str], list[KernelCase]]:
+        """What must be proven for the pass, in the order of its launches; cases for it.
+
+        Planned once: of many launches a plan takes seconds.
+        """
         # Where the kernels take no such call, its error comes from here.
-        pass_of_shape = "backward" if which == "gradient" else which
-        problem = shape_problem(shape, backend=self._backend)
-        names = self._library.kernels(problem, pass_of_shape)
+        planned_pass = "backward" if which == "gradient" else which
+        plan = self._library.outline(problem, planned_pass)
+        dtype = _DTYPE_NAMES[problem.dtype]
         if self._backend == "cpu":
-            return [
+            cases = kernel_cases.cpu_cases(dtype)
+            keys = [
                 key
-                for case in self._cases(shape)
+                for case in cases
                 if case.which == which and (has_features or not case.has_options)
                 for key in case.keys(self._library).values()
             ]
-        cases = self._cases(shape)
+            return keys, cases
+        row = row_head_dim(dtype, max(problem.head_dim, problem.value_head_dim))
+        # Large problems and measured ones may take other kernels than the tiny cases.
+        choice = kernel_choices.choice_of(plan, planned_pass)
+        cases = [
+            dataclasses.replace(case, choice=_choice_of(case, choice))
+            if case.which == planned_pass
+            else case
+            for case in kernel_cases.cases_of(dtype, row)
+        ]
+        names: list[str] = plan["kernels"]
         is_short = kernel_choices.is_short(names)
         plain = next(
             case
             for case in cases
-            if (case.which, case.is_short) == (pass_of_shape, is_short)
+            if (case.which, case.is_short) == (planned_pass, is_short)
             and not case.has_options
         )
         kernels = {kernel_cases.kernel_of(name) for name in names}
-        keys: list[str] = []
+        keys = []
         if which != "gradient":
             own = plain.keys(self._library)
             keys += [own[name] for name in names if name in own]
@@ -259,30 +282,10 @@ class _Proofs:
                 if which == "gradient"
                 or kernel_cases.kernel_of(name) in {*kernels, "attention_mask_blocks"}
             ]
-        return list(dict.fromkeys(keys))
+        return list(dict.fromkeys(keys)), cases
 
-    def _cases(self, shape: CallShape) -> list[KernelCase]:
-        if self._backend == "cpu":
-            return kernel_cases.cpu_cases(shape.dtype)
-        head_dim = max(shape.head_dim, shape.value_head_dim)
-        row = row_head_dim(shape.dtype, head_dim)
-        choices = {which: self._choice(shape, which) for which in FORMS}
-        return [
-            dataclasses.replace(case, choice=_choice_of(case, choices))
-            for case in kernel_cases.cases_of(shape.dtype, row)
-        ]
-
-    def _choice(self, shape: CallShape, which: str) -> Choice | None:
-        """What a pass of the shape takes.
-
-        Large problems and measured ones may take other kernels than the tiny cases.
-        """
-        plan = self._library.outline(shape_problem(shape), which)
-        return kernel_choices.choice_of(plan, which)
-
-    def _case_of(self, key: str, shape: CallShape) -> KernelCase:
+    def _case_of(self, key: str, cases: Sequence[KernelCase]) -> KernelCase:
         """The case that judges what the key says."""
-        cases = self._cases(shape)
         if self._backend == "metal":
             cases = [*cases, *kernel_cases.shared_cases()]
         return next(
@@ -298,8 +301,8 @@ class _Proofs:
             return None
         return dataclasses.replace(case, choice=str(Choice("A", ())))
 
-    def _prove(self, key: str, shape: CallShape) -> None:
-        case = self._case_of(key, shape)
+    def _prove(self, key: str, cases: Sequence[KernelCase]) -> None:
+        case = self._case_of(key, cases)
         _logger.debug("proving %s by %s", key, case)
         found = self._check(key, case)
         # There dQ does not go through the kernel of dK and dV. If one of them is right,
@@ -390,13 +393,13 @@ class _Proofs:
             _logger.info("the proofs are not kept: %s", error)
 
 
+_DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 # The sums of dK and dV, and that of their parts.
 _SUM, _COMBINE = "attention_backward_dkv", "attention_backward_dkv_combine"
 
 
-def _choice_of(case: KernelCase, choices: Mapping[str, Choice | None]) -> str:
-    """The part of a call's choices, by pass, that the case can take."""
-    choice = choices.get(case.which)
+def _choice_of(case: KernelCase, choice: Choice | None) -> str:
+    """The part of a call's choice that a case of its pass can take."""
     if choice is None:
         return ""
     if kernel_choices.is_short(choice.kernels) == case.is_short:
@@ -407,6 +410,15 @@ def _choice_of(case: KernelCase, choices: Mapping[str, Choice | None]) -> str:
         sums = [n for n in choice.kernels if kernel_cases.kernel_of(n) == _SUM]
         return str(Choice("A", tuple(sums)))
     return ""
+
+
+def _is_of(key: str, choice: Choice, has_features: bool) -> bool:
+    """Whether a verdict under the key is one on what calls with the choice run."""
+    name = kernel_cases.kernel_of_key(key)
+    if name not in choice.kernels or (" with options" in key and not has_features):
+        return False
+    is_form_b = " of form B" in key
+    return kernel_cases.kernel_of(name) != _SUM or is_form_b == (choice.form == "B")
 
 
 def _clause(text: str) -> str:

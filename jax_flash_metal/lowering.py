@@ -322,13 +322,16 @@ def _objection(
     config: AttentionConfig,
     names: tuple[str, ...],
 ) -> _Objection | None:
-    from jax_flash_metal import kernel_proof, platforms
-    from jax_flash_metal.attention_library import CallShape
+    from jax_flash_metal import kernel_proof, platforms, tunings
+    from jax_flash_metal.attention_library import CallShape, shape_problem
 
-    shape = CallShape.of(*ctx.avals_in[:3])
+    if backend == "metal" and num_partitions(ctx) == 1:
+        problem = tunings.problem_of(config, _operands_of(ctx, names))
+    else:  # of a part of one device, which has a class of its own, it is asked again
+        problem = shape_problem(CallShape.of(*ctx.avals_in[:3]), backend=backend)
     try:
         reason = kernel_proof.objection(
-            backend, shape, which, has_features(config, names)
+            backend, problem, which, has_features(config, names)
         )
     except platforms.LibraryError as error:
         if config.implementation is not None:

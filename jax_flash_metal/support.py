@@ -126,9 +126,9 @@ def _objections(
     """Why the kernels of forward and derivative must not be used on this machine."""
     # Here and not at import: they load the native library.
     from jax_flash_metal import kernel_proof, platforms
-    from jax_flash_metal.attention_library import CallShape
+    from jax_flash_metal.attention_library import CallShape, shape_problem
 
-    shape = CallShape.of(*operands[:3])
+    problem = shape_problem(CallShape.of(*operands[:3]), backend=backend)
     names = [n for n in OPTIONAL_OPERANDS if getattr(operands, n) is not None]
     features = has_features(config, names)
     passes = ["backward"]
@@ -142,8 +142,11 @@ def _objections(
                 tunings.prove_rows(
                     config, operands._asdict(), which, has_features=features
                 )
-        forward = kernel_proof.objection(backend, shape, "forward", features)
-        backward = (kernel_proof.objection(backend, shape, p, features) for p in passes)
+            problem = tunings.problem_of(config, operands._asdict())
+        forward = kernel_proof.objection(backend, problem, "forward", features)
+        backward = (
+            kernel_proof.objection(backend, problem, p, features) for p in passes
+        )
         return forward, next(filter(None, backward), None)
     except platforms.LibraryError as error:
         return error.clause, None

@@ -27,9 +27,12 @@ from typing import Any
 from jax_flash_metal import kernel_cases, kernel_choices, kernel_proof, platforms
 from jax_flash_metal._version import __version__
 from jax_flash_metal.attention_library import (
+    FORWARD_OPERANDS,
     AttentionError,
     AttentionLibrary,
     CallShape,
+    Problem,
+    shape_problem,
 )
 from jax_flash_metal.config import AttentionConfig, AttentionOperands, full_batch
 from jax_flash_metal.kernel_choices import FORMS, NO_FORM, Choice
@@ -186,6 +189,14 @@ class Tuning:
             for which, chosen in passes.items()
             if chosen is not None
         }
+
+    def without(self, which: str) -> Tuning:
+        """Where a pass takes the table's rows; whole calls were measured with others.
+
+        The other pass keeps its own: programs may run them, whose proof was of these.
+        """
+        passes: dict[str, Any] = {which: None}
+        return dataclasses.replace(self, **passes, unfused=None)
 
     def __str__(self) -> str:
         lines = [f"{self.shape_class} on {self.device} ({self.origin} {self.created})"]
@@ -568,14 +579,17 @@ def keep(tuning: Tuning) -> None:
 def _use(tunings: Mapping[str, Tuning]) -> None:
     """Hands the planner what holds: it must know the kernels, and none is disabled."""
     global _in_use
-    disabled = kernel_proof.failures("metal")
     kept: dict[str, Tuning] = {}
     choices: dict[kernel_choices.Key, Choice] = {}
     for shape_class, tuning in tunings.items():
+        features = _has_features(shape_class)
+        for (_, which), choice in tuning.choices().items():
+            failure = kernel_proof.known_failure(choice, features)
+            if failure is not None:
+                _logger.info("%s, %s: %s", shape_class, which, failure)
+                tuning = tuning.without(which)
         own = tuning.choices()
-        wrong = [n for c in own.values() for n in c.kernels if n in disabled]
-        if wrong:
-            _logger.info("%s: %s is disabled: %s", shape_class, wrong[0], disabled)
+        if not own:
             continue
         try:
             kernel_choices.use(library(), {**choices, **own})
@@ -597,8 +611,8 @@ def prove_rows(
 ) -> None:
     """Loads what is stored, and proves the rows that the pass of a call takes by it.
 
-    Asked before the kernels' own proof when a program is lowered. A result with a row
-    that fails is no longer used, with a warning: its class takes the table's rows.
+    Asked before the kernels' own proof when a program is lowered. If one fails, the
+    pass takes the table's rows for the class, with a warning.
 
     Args:
       config: Of the call.
@@ -618,13 +632,17 @@ def prove_rows(
     chosen = found.choices().get((found.shape_class, which))
     if chosen is None:
         return
-    shape = CallShape.of(*(operands[name] for name in ("query", "key", "value")))
-    failure = disproof(shape, which, chosen, has_features=has_features)
+    failure = disproof(_shape_of(operands), which, chosen, has_features=has_features)
     if failure is None:
         return
     with _lock:
-        _warn(f"what was measured of {found.shape_class} is not used: {failure}")
-        _use({name: t for name, t in load().items() if t != found})
+        _warn(
+            f"what was measured of the {which} pass of {found.shape_class} is not "
+            f"used: {failure}. To measure it anew, pass again=True to autotune."
+        )
+        _use(
+            {name: t.without(which) if t == found else t for name, t in load().items()}
+        )
 
 
 def disproof(
@@ -738,6 +756,34 @@ def _describe_measured(tuning: Tuning | None) -> str:
     ]
     when = tuning.created.partition("T")[0]
     return f"measured {when}, times as fast as the default: {', '.join(gains)}"
+
+
+def problem_of(config: AttentionConfig, operands: Mapping[str, Any]) -> Problem:
+    """A call as kernel_proof.objection must see it: it takes the rows of its class.
+
+    Where nothing is measured its shape says as much. To plan that is quick, while the
+    launches for each of many batch elements may take seconds.
+
+    Args:
+      config: Of the call.
+      operands: By name: shapes and dtypes.
+    """
+    if load():
+        return kernel_choices.problem_of(config, operands)
+    return shape_problem(_shape_of(operands))
+
+
+def _shape_of(operands: Mapping[str, Any]) -> CallShape:
+    return CallShape.of(*(operands[name] for name in FORWARD_OPERANDS))
+
+
+def _has_features(shape_class: str) -> bool:
+    """Of the calls of a class, as lowering.has_features has it of a call."""
+    options = shape_class.split()[_NUM_SIZES:]
+    return any(option != "causal" for option in options)
+
+
+_NUM_SIZES = 7  # words of a class that all have: "float16 d64 v64 q64 k64 n16 g2"
 
 
 def shape_class_of(config: AttentionConfig, operands: Mapping[str, Any]) -> str:

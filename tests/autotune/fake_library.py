@@ -162,6 +162,16 @@ class FakeLibrary:
         return self.digest
 
 
+def disable(monkeypatch, *names):
+    """These kernels are known to be wrong, with options and without."""
+
+    def known_failure(choice, has_features):
+        wrong = [name for name in choice.kernels if name in names]
+        return f"the kernel {wrong[0]} is disabled: planted" if wrong else None
+
+    monkeypatch.setattr(kernel_proof, "known_failure", known_failure)
+
+
 @pytest.fixture
 def library(monkeypatch, tmp_path):
     """In the place of the real one, with a cache folder of its own; all is proven."""
@@ -181,5 +191,5 @@ def install(monkeypatch, fake):
     monkeypatch.setattr(kernel_choices, "variants", lambda: TABLE)
     kernel_choices.template_of.cache_clear()
     monkeypatch.setattr(kernel_proof, "objection", lambda *call: None)
-    monkeypatch.setattr(kernel_proof, "failures", lambda backend: {})
+    monkeypatch.setattr(kernel_proof, "known_failure", lambda *choice: None)
     monkeypatch.setattr(kernel_proof, "prove", lambda case: {})

@@ -1,6 +1,8 @@
 """What calls take of measurements: the real planner, kernels, lowering and explain."""
 
+import dataclasses
 import doctest
+import functools
 import inspect
 import re
 
@@ -12,6 +14,7 @@ import pytest
 import jax_flash_metal
 from jax_flash_metal import (
     autotuner,
+    kernel_cases,
     kernel_choices,
     kernel_proof,
     lowering,
@@ -286,7 +289,7 @@ class Planted(AttentionLibrary):
         kernels = self.kernels(problem, which)
         self.ran += kernels
         if self.kernels_off.intersection(kernels):
-            name = {"forward": "out", "backward": "dquery"}[which]
+            name = {"forward": "out", "backward": "dkey"}[which]
             tensor = getattr(problem, name)
             memory = (native.ctypes.c_char * tensor.size_bytes).from_address(
                 tensor.data
@@ -340,19 +343,22 @@ def test_the_rows_that_run_are_proven(monkeypatch, tmp_path, stored):
     for which in ("forward", "backward"):
         kernels = set(getattr(stored, which).kernels)
         assert kernels <= set(plan(which, is_causal=True)["kernels"])
-        proven = {kernel_proof.kernel_cases.kernel_of_key(k) for k in proofs._verdicts}
+        proven = {kernel_cases.kernel_of_key(k) for k in proofs._verdicts}
         assert kernels <= proven
 
 
 @pytest.mark.parametrize("asked", ["lowering", "explain"])
 def test_a_row_that_fails_its_proof_is_not_used(monkeypatch, stored, asked):
-    """Stored by a process where it did not: the class takes the table's rows."""
+    """Stored by a process where it did not: the pass takes the table's rows."""
     bad = stored.forward.kernels[0]
     verdicts = {bad: kernel_proof.Verdict(None, "planted")}
     monkeypatch.setattr(
         kernel_proof, "prove", lambda case: verdicts if bad in case.choice else {}
     )
-    expected = rf"{CLASS} causal is not used: the kernel {bad} is disabled: planted"
+    expected = (
+        f"the forward pass of {CLASS} causal is not used: the kernel {bad} is "
+        "disabled: planted. To measure it anew, "
+    )
     with pytest.warns(tunings.TuningWarning, match=expected):
         if asked == "lowering":
             assert has_kernels(lowered(is_causal=True, implementation="metal"))
@@ -360,11 +366,125 @@ def test_a_row_that_fails_its_proof_is_not_used(monkeypatch, stored, asked):
             explanation = jax_flash_metal.explain(
                 *structs(), is_causal=True, implementation="metal", platform="cpu"
             )
-            assert explanation.origin.startswith("default")
-    assert tunings.load() == {}
-    assert {plan(w, is_causal=True)["origin"] for w in ("forward", "backward")} == {
-        "default"
+            assert explanation.origin.endswith("as the default: backward 2.00")
+    assert tunings.load() == {stored.shape_class: stored.without("forward")}
+    assert plan("forward", is_causal=True)["origin"] == "default"
+    assert plan("backward", is_causal=True)["origin"] == "measured"
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_compiled_program_keeps_its_rows_if_the_gradients_fail(monkeypatch, stored):
+    """The table's may be wrong: nobody has proven them."""
+    attend = functools.partial(
+        jax_flash_metal.flash_attention, is_causal=True, implementation="metal"
+    )
+    jax.jit(attend).lower(*structs())
+    bad = stored.backward.kernels[0]
+    verdicts = {bad: kernel_proof.Verdict(None, "planted")}
+    monkeypatch.setattr(
+        kernel_proof, "prove", lambda case: verdicts if bad in case.choice else {}
+    )
+    with pytest.warns(tunings.TuningWarning, match="the backward pass of .* planted"):
+        assert has_kernels(lowered(is_causal=True, implementation="metal"))
+    assert stored.forward.kernels[0] in plan("forward", is_causal=True)["kernels"]
+    assert plan("backward", is_causal=True)["origin"] == "default"
+
+
+def plant(monkeypatch, tmp_path, *kernels):
+    """These kernels fail their proofs, and platform cpu is one like flash_metal."""
+    row = {"metal": "the device of this test"}
+    monkeypatch.setitem(lowering.KERNEL_PLATFORMS, "cpu", row)
+    monkeypatch.setenv(platforms.CACHE_SETTING, str(tmp_path / "cache"))
+    proofs = kernel_proof._Proofs(Planted(*kernels))
+    monkeypatch.setattr(kernel_proof, "_only_proofs", lambda backend: proofs)
+    monkeypatch.setattr(kernel_proof, "_warned", set())
+    return proofs
+
+
+def chosen_by_table():
+    """The rows that calls take of which nothing is measured."""
+    plans = {which: plan(which) for which in ("forward", "backward")}
+    choices = [kernel_choices.choice_of(p, which) for which, p in plans.items()]
+    return [name for choice in choices for name in choice.kernels]
+
+
+def kernels_of(tuning):
+    return [name for choice in tuning.choices().values() for name in choice.kernels]
+
+
+def explained(**options):
+    return jax_flash_metal.explain(*structs(), platform="cpu", **options)
+
+
+@pytest.mark.filterwarnings("error::jax_flash_metal.kernel_proof.KernelWarning")
+@pytest.mark.filterwarnings("error::jax_flash_metal.tunings.TuningWarning")
+def test_measured_rows_serve_where_those_of_the_table_are_wrong(
+    monkeypatch, tmp_path, stored
+):
+    wrong = [name for name in chosen_by_table() if name not in kernels_of(stored)]
+    templates = [kernel_choices.template_of()[name] for name in wrong]
+    assert templates == ["attention_forward", "attention_backward_dkv"]
+    plant(monkeypatch, tmp_path, *wrong)
+    assert has_kernels(lowered(is_causal=True))
+    explanation = explained(is_causal=True)
+    assert explanation.origin.startswith("measured")
+    assert "takes the reference" not in explanation.reason
+    attend = jax_flash_metal.flash_attention
+    np.testing.assert_allclose(
+        jax.jit(functools.partial(attend, is_causal=True))(*arrays()),
+        attend(*arrays(), is_causal=True, implementation="xla"),
+        atol=2e-3,
+        rtol=1e-3,
+    )
+    # Of another class.
+    with pytest.warns(kernel_proof.KernelWarning, match="is disabled on"):
+        assert not has_kernels(lowered())
+    assert explained().reason.startswith(f"the kernel {wrong[0]} is disabled on ")
+
+
+@pytest.mark.filterwarnings("error::jax_flash_metal.kernel_proof.KernelWarning")
+@pytest.mark.filterwarnings("error::jax_flash_metal.tunings.TuningWarning")
+def test_wrong_rows_of_another_class_are_not_asked_of(monkeypatch, tmp_path, stored):
+    """Of that of the call's shape without its batch, for one."""
+    alone = "float16 d40 v40 q64 k64 n8 g2"
+    tunings.store().add(dataclasses.replace(stored, shape_class=alone))
+    wrong = [name for name in kernels_of(stored) if name not in chosen_by_table()]
+    assert len(wrong) == 2
+    proofs = plant(monkeypatch, tmp_path, *wrong)
+    assert has_kernels(lowered())
+    assert explained().origin.startswith("default")
+    assert tunings.load().keys() == {alone, stored.shape_class}
+    assert not {kernel_cases.kernel_of_key(key) for key in proofs._verdicts} & {*wrong}
+
+
+def test_what_is_wrong_with_options_alone_is_not_held_against_plain_calls(
+    monkeypatch, tmp_path, stored
+):
+    options = f"{stored.shape_class} bias"
+    tunings.store().add(dataclasses.replace(stored, shape_class=options))
+    proofs = plant(monkeypatch, tmp_path)
+    wrong = f"{stored.forward.kernels[0]} with options"
+    proofs.add({wrong: kernel_proof.Verdict(None, "planted")})
+    assert tunings.load() == {
+        stored.shape_class: stored,
+        options: dataclasses.replace(stored.without("forward"), shape_class=options),
     }
+
+
+def test_the_tables_rows_are_proven_before_they_are_measured(monkeypatch):
+    """Whatever was measured before."""
+    result = tune()
+    asked = []
+
+    def objection(backend, problem, which, has_features):
+        found = tunings.library().outline(problem, which)
+        asked.append((found["class"], found["origin"]))
+
+    monkeypatch.setattr(kernel_proof, "objection", objection)
+    assert plan("forward")["origin"] == "measured"
+    assert tune(again=True).forward == result.forward
+    assert asked == [(CLASS, "default")] * 2
+    assert plan("forward")["origin"] == "measured"
 
 
 # -- The reference ---------------------------------------------------------------------
@@ -376,7 +496,7 @@ def metal_by_default(monkeypatch):
     row = {"metal": "the device of this test"}
     monkeypatch.setitem(lowering.KERNEL_PLATFORMS, "cpu", row)
     monkeypatch.setattr(kernel_proof, "objection", lambda *call: None)
-    monkeypatch.setattr(kernel_proof, "failures", lambda backend: {})
+    monkeypatch.setattr(kernel_proof, "known_failure", lambda *choice: None)
     monkeypatch.setattr(kernel_proof, "prove", lambda case: {})
 
 

@@ -12,7 +12,7 @@ import pytest
 import jax_flash_metal
 from jax_flash_metal import autotuner, kernel_proof, lowering, tunings
 from jax_flash_metal.kernel_cases import Verdict
-from tests.autotune.fake_library import TABLE, library, name
+from tests.autotune.fake_library import TABLE, disable, library, name
 
 __all__ = ["library"]  # a fixture
 
@@ -225,8 +225,7 @@ def test_a_call_with_options_needs_the_proof_with_options(library, monkeypatch):
 
 
 def test_a_row_that_is_disabled_does_not_run(library, monkeypatch):
-    disabled = {name("forward", 64): "planted"}
-    monkeypatch.setattr(kernel_proof, "failures", lambda backend: disabled)
+    disable(monkeypatch, name("forward", 64))
     result = tune(Times(forward64=-0.5))
     assert result.forward.kernels == (name("forward", 16),)
     assert not any(name("forward", 64) in kernels for _, kernels in library.runs)
@@ -260,8 +259,7 @@ def test_a_default_that_fails_its_proof_ends_it(library, monkeypatch):
 
 
 def test_a_form_begins_with_the_first_row_that_is_right(library, monkeypatch):
-    disabled = {name("backward_dq_product", 16): "planted"}
-    monkeypatch.setattr(kernel_proof, "failures", lambda backend: disabled)
+    disable(monkeypatch, name("backward_dq_product", 16))
     result = tune(Times(B=-0.5))
     assert (result.backward.form, result.backward.kernels) == (
         "B",

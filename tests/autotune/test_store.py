@@ -21,7 +21,7 @@ from jax_flash_metal.tunings import (
     TuningWarning,
     Unfused,
 )
-from tests.autotune.fake_library import FakeLibrary, install, library, name
+from tests.autotune.fake_library import FakeLibrary, disable, install, library, name
 from tests.autotune.test_choice import Times, shapes, tune
 from tests.support.processes import output_of
 
@@ -227,12 +227,38 @@ def test_a_kernel_that_is_disabled_by_now_is_left_out(library, monkeypatch, capl
     other = tuning(f"{CLASS} causal", 64)
     tunings.keep(other)
     later = restart(monkeypatch)
-    disabled = {name("forward", 32): "planted"}
-    monkeypatch.setattr(kernel_proof, "failures", lambda backend: disabled)
+    disable(monkeypatch, name("forward", 32))
     with caplog.at_level(logging.INFO, logger="jax_flash_metal"):
         assert set(tunings.load()) == {other.shape_class}
     assert f"{name('forward', 32)} is disabled" in caplog.text
     assert set(later.choices) == {(other.shape_class, "forward")}
+
+
+def test_a_pass_whose_kernels_are_right_keeps_them(library, monkeypatch):
+    """A program may have been compiled with them; the table's are not proven then."""
+    dq, dkv = name("backward_dq", 32), name("backward_dkv", 64)
+    both = dataclasses.replace(tuning(), backward=Chosen("A", (dq, dkv), 1.5, 2.0))
+    tunings.keep(both)
+    later = restart(monkeypatch)
+    disable(monkeypatch, dkv)
+    assert tunings.load() == {CLASS: tuning()}
+    assert set(later.choices) == {(CLASS, "forward")}
+    assert tunings.store().read() == {CLASS: both}
+
+
+@pytest.mark.parametrize(
+    ("options", "has_features"),
+    [("", False), (" causal", False), (" causal bias", True)],
+)
+def test_what_is_known_is_asked_for_the_calls_of_the_class(
+    library, monkeypatch, options, has_features
+):
+    tunings.keep(tuning(f"{CLASS}{options}"))
+    restart(monkeypatch)
+    asked = []
+    monkeypatch.setattr(kernel_proof, "known_failure", lambda *call: asked.append(call))
+    tunings.load()
+    assert asked == [(Choice("-", (name("forward", 32),)), has_features)]
 
 
 def test_a_folder_that_cannot_be_written(library, monkeypatch, tmp_path):

@@ -236,10 +236,10 @@ def test_the_proof_of_a_call_runs_the_kernels_of_the_call(dtype):
                 kernels = LIBRARY.kernels(problem, which)
                 assert kernels == case.kernels(LIBRARY)
                 own = list(case.keys(LIBRARY).values())
-                assert proofs._keys(shape, which, False) == own
+                assert proofs._asked(problem, which, False)[0] == own
             for which in attention_library.PASSES:
-                keys = proofs._keys(shape, which, True)
-                plain = proofs._keys(shape, which, False)
+                keys, _ = proofs._asked(problem, which, True)
+                plain, _ = proofs._asked(problem, which, False)
                 wanted = set(all_kernels_of(shape, which))
                 # Delta without options is that with options: asked of once.
                 found = {kernel_cases.kernel_of_key(key) for key in keys}

@@ -20,6 +20,7 @@ from jax_flash_metal.attention_library import (
     AttentionError,
     AttentionLibrary,
     CallShape,
+    shape_problem,
 )
 from jax_flash_metal.config import BACKENDS
 from jax_flash_metal.kernel_cases import Verdict
@@ -27,7 +28,14 @@ from jax_flash_metal.variant_table import variants
 from tests.support import native
 from tests.support.processes import run_python
 
-SHAPE = CallShape("float32", 100, 100, 2, 2, 64, 64)
+
+def call(*shape, backend="metal"):
+    """A plain call of a CallShape."""
+    return shape_problem(CallShape(*shape), backend=backend)
+
+
+CALL = call("float32", 100, 100, 2, 2, 64, 64)
+ON_CPU = call("float32", 100, 100, 2, 2, 64, 64, backend="cpu")
 
 
 def row(template, dtype="float32", head_dim=64):
@@ -96,15 +104,15 @@ def cache(monkeypatch, tmp_path):
     return folder
 
 
-def objection(library, shape=SHAPE, which="forward", has_features=False):
-    return kernel_proof._Proofs(library).objection(shape, which, has_features)
+def objection(library, problem=CALL, which="forward", has_features=False):
+    return kernel_proof._Proofs(library).objection(problem, which, has_features)
 
 
 def test_a_kernel_is_proven_once(cache):
     library = Library()
     proofs = kernel_proof._Proofs(library)
     for _ in range(3):
-        assert proofs.objection(SHAPE, "forward") is None
+        assert proofs.objection(CALL, "forward") is None
     assert library.runs == 1
     # By another process.
     later = Library()
@@ -119,10 +127,10 @@ def test_a_kernel_is_proven_once(cache):
 def test_other_kernels_are_proven_when_they_are_needed(cache):
     library = Library()
     proofs = kernel_proof._Proofs(library)
-    assert proofs.objection(SHAPE, "forward") is None
-    assert proofs.objection(SHAPE, "backward") is None
+    assert proofs.objection(CALL, "forward") is None
+    assert proofs.objection(CALL, "backward") is None
     assert library.runs == 2
-    short = CallShape("float16", 3, 100, 2, 2, 200, 64)
+    short = call("float16", 3, 100, 2, 2, 200, 64)
     assert proofs.objection(short, "forward") is None
     assert library.runs == 3
     names = {*json.loads(next((cache / "proofs").iterdir()).read_text())["verdicts"]}
@@ -144,15 +152,15 @@ def test_a_call_with_options_is_proven_with_them_too(cache):
     library = Library()
     proofs = kernel_proof._Proofs(library)
     for _ in range(2):
-        assert proofs.objection(SHAPE, "forward", True) is None
+        assert proofs.objection(CALL, "forward", True) is None
     # Plain, with options, and the mask's summary by the backward pass of other rows.
     mask_blocks = row("mask_blocks")
     assert library.runs == 3
     assert names_in(cache) >= {FORWARD, f"{FORWARD} with options", mask_blocks}
     # What a plain call asks is known by now.
-    assert proofs.objection(SHAPE, "forward") is None
+    assert proofs.objection(CALL, "forward") is None
     assert library.runs == 3
-    assert proofs.objection(SHAPE, "gradient", True) is None
+    assert proofs.objection(CALL, "gradient", True) is None
     gradient = row("bias_gradient")
     assert names_in(cache) >= {
         f"{gradient} of bias",
@@ -176,14 +184,14 @@ def test_a_kernel_that_is_wrong_with_options_serves_plain_calls():
             return out + (0.5 if "bias" in options else 0), logsumexp
 
     proofs = kernel_proof._Proofs(Wrong())
-    assert proofs.objection(SHAPE, "forward", False) is None
-    text = proofs.objection(SHAPE, "forward", True)
+    assert proofs.objection(CALL, "forward", False) is None
+    text = proofs.objection(CALL, "forward", True)
     assert text.startswith(
         f"the kernel {FORWARD} with options is disabled on software Metal device: its "
         "out is wrong: "
     )
-    assert proofs.objection(SHAPE, "forward", False) is None
-    assert proofs.objection(SHAPE, "backward", True) is None
+    assert proofs.objection(CALL, "forward", False) is None
+    assert proofs.objection(CALL, "backward", True) is None
 
 
 # -- The native CPU kernels ------------------------------------------------------------
@@ -198,19 +206,20 @@ def on_cpu(which, dtype="float32"):
 def test_cpu_kernels_are_proven_once(cache):
     library = Library(backend="cpu")
     proofs = kernel_proof._Proofs(library, "cpu")
-    for shape in (SHAPE, CallShape("float32", 3, 100, 2, 2, 200, 64)):
-        assert proofs.objection(shape, "forward") is None
+    short = call("float32", 3, 100, 2, 2, 200, 64, backend="cpu")
+    for problem in (ON_CPU, short):
+        assert proofs.objection(problem, "forward") is None
     kernel = on_cpu("forward")
     plain = {kernel, f"{kernel} for few queries"}
     assert names_in(cache) == plain
     assert library.runs == 2
-    assert proofs.objection(SHAPE, "forward", True) is None
+    assert proofs.objection(ON_CPU, "forward", True) is None
     with_options = {f"{kernel} with options", f"{kernel} with options for few queries"}
     assert names_in(cache) == plain | with_options
     assert library.runs == 4
     # By another process.
     later = kernel_proof._Proofs(Library(backend="cpu"), "cpu")
-    assert later.objection(SHAPE, "forward", True) is None
+    assert later.objection(ON_CPU, "forward", True) is None
     assert later.family == kernel.rpartition("float32_")[2]
     assert later._library.runs == 0
     # The Metal kernels are another device's.
@@ -221,10 +230,10 @@ def test_cpu_kernels_are_proven_once(cache):
 def test_the_passes_of_the_cpu_kernels_are_proven_when_they_are_needed(cache):
     library = Library(backend="cpu")
     proofs = kernel_proof._Proofs(library, "cpu")
-    assert proofs.objection(SHAPE, "backward") is None
+    assert proofs.objection(ON_CPU, "backward") is None
     backward = on_cpu("backward")
     assert names_in(cache) == {backward, f"{backward} for few queries"}
-    half = CallShape("bfloat16", 100, 100, 2, 2, 64, 64)
+    half = call("bfloat16", 100, 100, 2, 2, 64, 64, backend="cpu")
     assert proofs.objection(half, "gradient", True) is None
     assert library.runs == 6
     gradient = on_cpu("gradient", "bfloat16")
@@ -239,12 +248,12 @@ def test_cpu_kernels_that_are_wrong_with_options_serve_plain_calls():
             return out + (0.5 if "bias" in options else 0), logsumexp
 
     proofs = kernel_proof._Proofs(Wrong(backend="cpu"), "cpu")
-    assert proofs.objection(SHAPE, "forward", False) is None
-    text = proofs.objection(SHAPE, "forward", True)
+    assert proofs.objection(ON_CPU, "forward", False) is None
+    text = proofs.objection(ON_CPU, "forward", True)
     assert text.startswith(f"the kernel {on_cpu('forward')} with options is disabled ")
     assert ": its out is wrong: " in text
-    assert proofs.objection(SHAPE, "forward", False) is None
-    assert proofs.objection(SHAPE, "backward", True) is None
+    assert proofs.objection(ON_CPU, "forward", False) is None
+    assert proofs.objection(ON_CPU, "backward", True) is None
 
 
 def test_the_first_call_of_the_cpu_kernels_is_not_slow():
@@ -256,7 +265,7 @@ def test_the_first_call_of_the_cpu_kernels_is_not_slow():
         started = time.perf_counter()
         assert (
             kernel_proof._Proofs(Library(backend="cpu"), "cpu").objection(
-                SHAPE, "forward"
+                ON_CPU, "forward"
             )
             is None
         )
@@ -270,10 +279,10 @@ def test_a_crash_of_a_cpu_kernel_is_seen_in_another_process(cache, ends):
     mark = proofs._path.with_suffix(".other.running")
     mark.parent.mkdir(parents=True)
     mark.touch()
-    assert proofs.objection(SHAPE, "forward") is None  # by a real process
+    assert proofs.objection(ON_CPU, "forward") is None  # by a real process
     assert proofs._library.runs == 0
     ends(-signal.SIGILL)
-    text = proofs.objection(SHAPE, "backward")
+    text = proofs.objection(ON_CPU, "backward")
     assert text.endswith("its test crashed (SIGILL)")
     assert text.startswith(f"the kernel {on_cpu('backward')} is disabled on ")
 
@@ -335,7 +344,7 @@ def test_without_a_place_to_write_a_process_remembers(cache):
     library = Library()
     proofs = kernel_proof._Proofs(library)
     for _ in range(2):
-        assert proofs.objection(SHAPE, "forward") is None
+        assert proofs.objection(CALL, "forward") is None
     assert library.runs == 1
 
 
@@ -344,7 +353,7 @@ def test_without_a_cache_folder_a_process_remembers(monkeypatch):
     library = Library()
     proofs = kernel_proof._Proofs(library)
     for _ in range(2):
-        assert proofs.objection(SHAPE, "forward") is None
+        assert proofs.objection(CALL, "forward") is None
     assert library.runs == 1
 
 
@@ -395,7 +404,7 @@ def test_a_kernel_that_does_not_run_is_not_remembered():
     library = Library(errors=[gpu_error("Innocent Victim"), gpu_error("Timeout")])
     proofs = kernel_proof._Proofs(library)
     for _ in range(2):
-        assert proofs.objection(SHAPE, "forward") == (
+        assert proofs.objection(CALL, "forward") == (
             f"the kernel {FORWARD} is disabled on software Metal device in this "
             "process: it does not run: a GPU failed: Timeout"
         )
@@ -408,7 +417,7 @@ def test_a_kernel_that_does_not_run_is_not_remembered():
 def test_an_error_that_names_a_kernel_blames_only_that():
     dq = row("backward_dq_product")
     proofs = kernel_proof._Proofs(Library(rejection=rejection(dq)))
-    assert "another kernel failed" in proofs.objection(SHAPE, "backward")
+    assert "another kernel failed" in proofs.objection(CALL, "backward")
     # delta proved itself in form A; dkv has no verdict of its own: it is tested again.
     text = objection(Library(), which="backward")
     assert dq in text and "the Metal compiler rejects" in text
@@ -578,14 +587,13 @@ def test_no_device():
 def test_a_call_that_no_kernels_take_is_not_objected_to():
     """Its own error says it better."""
     library = Library()
-    shape = CallShape("float32", 5, 5, 3, 2, 64, 64)
-    assert objection(library, shape) is None
+    assert objection(library, call("float32", 5, 5, 3, 2, 64, 64)) is None
     assert library.runs == 0
 
 
 def test_a_call_without_work_needs_no_proof():
     library = Library()
-    assert objection(library, CallShape("float32", 0, 5, 2, 2, 64, 64)) is None
+    assert objection(library, call("float32", 0, 5, 2, 2, 64, 64)) is None
 
 
 def test_explain_without_a_library(monkeypatch, tmp_path):
@@ -607,7 +615,7 @@ def test_doctor_replaces_what_is_known(monkeypatch):
     proofs = kernel_proof._Proofs(Library())
     monkeypatch.setattr(kernel_proof, "_proofs", {"metal": proofs}.get)
     kernel_proof.replace("metal", {FORWARD: Verdict(0.1)})
-    assert kernel_proof.objection("metal", SHAPE, "forward", False) is None
+    assert kernel_proof.objection("metal", CALL, "forward", False) is None
     later = Library()
     assert objection(later) is None
     assert later.runs == 0
@@ -618,9 +626,7 @@ def test_many_threads_prove_once():
     proofs = kernel_proof._Proofs(library)
     found = []
     threads = [
-        threading.Thread(
-            target=lambda: found.append(proofs.objection(SHAPE, "forward"))
-        )
+        threading.Thread(target=lambda: found.append(proofs.objection(CALL, "forward")))
         for _ in range(8)
     ]
     for thread in threads:
