@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_flash_metal import command_options, gpu_counts
+from jax_flash_metal import command_options, gpu_counts, gpu_planner
 from jax_flash_metal.benchmark_shapes import DTYPES, AttentionShape
 from jax_flash_metal.variant_table import Variant, variants
 
@@ -205,7 +205,7 @@ def least_device_bytes(
     Returns:
       None for a kernel that this does not describe.
     """
-    shape, item = problem.shape, gpu_counts.ITEM_BYTES[problem.dtype]
+    shape, item = problem.shape, gpu_planner.ITEM_BYTES[problem.dtype]
     matrix_row = item * shape.head_dim
 
     def row_bytes(names: Sequence[str]) -> int:
@@ -248,7 +248,7 @@ def least_device_bytes(
     written = sums or rows * row_bytes(tiling.results)
 
     def score_bytes(blocks: Sequence[tuple[int, int]]) -> int:
-        size = gpu_counts.GRADIENT_BYTES[problem.dtype]
+        size = gpu_planner.GRADIENT_BYTES[problem.dtype]
         return heads * size * sum(queries * keys for queries, keys in blocks)
 
     if tiling.reads_scores:  # fragments; for each block of the columns that a grid has

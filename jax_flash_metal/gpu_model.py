@@ -12,7 +12,7 @@ import functools
 import heapq
 import math
 
-from jax_flash_metal import gpu_counts
+from jax_flash_metal import gpu_counts, gpu_planner
 from jax_flash_metal.benchmark_shapes import AttentionShape
 from jax_flash_metal.gpu_chips import (
     ADDRESS_CLOCKS,
@@ -45,7 +45,8 @@ from jax_flash_metal.gpu_chips import (
     THREADGROUP_BYTES,
     Chip,
 )
-from jax_flash_metal.gpu_counts import ITEM_BYTES, Launch, Rows, Work
+from jax_flash_metal.gpu_counts import Launch, Work
+from jax_flash_metal.gpu_planner import ITEM_BYTES, Rows
 from jax_flash_metal.variant_table import Variant, variants
 
 # Of form B's scratch (plugin/attention/plan_context.h); a Mac's memory allows it.
@@ -267,13 +268,13 @@ def attention_launches(
 ) -> list[Launch]:
     """Those of a pass on the chip; the rows as attention_seconds() takes them."""
     limit = score_gradient_limit(chip)
-    rows = rows or gpu_counts.default_rows(shape, dtype, chip.family, limit)
+    rows = rows or gpu_planner.default_rows(shape, dtype, chip.family, limit)
     return gpu_counts.launches(shape, rows, pass_, is_causal, limit)
 
 
 def score_gradient_limit(chip: Chip) -> int:
     """Bytes of form B's scratch on the chip."""
-    return max(gpu_counts.SCORE_GRADIENT_LIMIT, chip.cores * _GRADIENT_BYTES_PER_CORE)
+    return max(gpu_planner.SCORE_GRADIENT_LIMIT, chip.cores * _GRADIENT_BYTES_PER_CORE)
 
 
 # Operations of forward and of the five-product backward in units of q_len·kv_len.
@@ -459,12 +460,12 @@ def launch_of(
             return [gpu_counts.backward_dkv(shape, row, is_causal)]
         return [
             gpu_counts.backward_dkv(shape, row, is_causal, chunk)
-            for chunk in gpu_counts.chunks(shape, row)
+            for chunk in gpu_planner.chunks(shape, row)
         ]
     assert row.kernel == "attention_backward_dq_product" and dkv is not None
     return [
         gpu_counts.dq_product(shape, row, is_causal, chunk)
-        for chunk in gpu_counts.chunks(shape, dkv)
+        for chunk in gpu_planner.chunks(shape, dkv)
     ]
 
 
@@ -483,7 +484,7 @@ def row_seconds(row: Variant, family: int, form: str = "B") -> float:
     shape = representative_shape(row.head_dim)
     dkv = None
     if row.kernel == "attention_backward_dq_product":
-        dkv = gpu_counts.default_variant(
+        dkv = gpu_planner.default_variant(
             "attention_backward_dkv", row.dtype, row.head_dim, family
         )
     total = 0.0
@@ -518,7 +519,7 @@ def rank_forms(
     shape: AttentionShape, dtype: str, chip: Chip, is_causal: bool
 ) -> dict[str, float]:
     """Seconds of the backward pass in each form that the table has kernels for."""
-    rows = gpu_counts.default_rows(shape, dtype, chip.family)
+    rows = gpu_planner.default_rows(shape, dtype, chip.family)
     available = {"A": rows.dq, "B": rows.dq_product}
     return {
         form: attention_seconds(

@@ -12,7 +12,8 @@ import math
 from jax_flash_metal import gpu_model
 from jax_flash_metal.benchmark_shapes import AttentionShape
 from jax_flash_metal.gpu_chips import CHIPS, DRAM_SHARE, LAUNCH_SECONDS, Chip
-from jax_flash_metal.gpu_counts import ITEM_BYTES, Launch, Work
+from jax_flash_metal.gpu_counts import Launch, Work
+from jax_flash_metal.gpu_planner import ITEM_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

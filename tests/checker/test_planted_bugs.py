@@ -169,8 +169,8 @@ GUARDS: list[tuple[str, Bug]] = [
     )),
     ("error", Bug(
         "divergent-shuffle", SOFTMAX,
-        "max(row.max, row_max(block_max))",
-        "lane == 3 ? row.max : max(row.max, row_max(block_max))")),
+        "const float correction = raise_max(row, high);",
+        "const float correction = lane == 3 ? 1.0f : raise_max(row, high);")),
     # Visibility
     ("numbers", Bug(
         "causal-excludes-diagonal", SCORES,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jax_flash_metal import gpu_counts
+from jax_flash_metal import gpu_counts, gpu_planner
 from jax_flash_metal.benchmark_shapes import AttentionShape
 from jax_flash_metal.variant_table import Variant
 
@@ -89,7 +89,7 @@ def test_products_are_those_of_the_visible_blocks(
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_of_dq_are_those_of_eight_keys_at_a_time(shape, is_causal):
-    chunk = gpu_counts.Chunk(shape.batch_size, shape.num_kv_heads, 0, shape.length)
+    chunk = gpu_planner.Chunk(shape.batch_size, shape.num_kv_heads, 0, shape.length)
     launch = gpu_counts.dq_product(shape, PRODUCT, is_causal, chunk)
     rows = 8 * gpu_counts.row_fragments(PRODUCT)
     visible, _ = blocks_with_a_visible_element(shape, rows, 8, is_causal)
@@ -103,7 +103,7 @@ def test_products_of_dq_are_those_of_eight_keys_at_a_time(shape, is_causal):
 @pytest.mark.parametrize("limit", [1 << 14, 1 << 16, 1 << 18, 1 << 30])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks_cover_the_scores_once_and_keep_to_the_limit(shape, limit):
-    chunks = list(gpu_counts.chunks(shape, DKV, limit))
+    chunks = list(gpu_planner.chunks(shape, DKV, limit))
     covered = sum(
         c.num_batches * c.num_kv_heads * (c.end_key - c.first_key) for c in chunks
     )
@@ -122,14 +122,14 @@ def test_chunks_and_parts_do_the_work_of_the_whole(shape, is_causal):
     whole = gpu_counts.backward_dkv(shape, DKV, is_causal).total()
     products = sum(
         gpu_counts.backward_dkv(shape, DKV, is_causal, chunk).total().products
-        for chunk in gpu_counts.chunks(shape, DKV, 1 << 15)
+        for chunk in gpu_planner.chunks(shape, DKV, 1 << 15)
     )
     assert products == whole.products
 
 
 def test_form_b_has_five_products_and_form_a_seven():
     shape = AttentionShape(1, 4, 4, 256, 64)
-    rows = gpu_counts.Rows(FORWARD, row("delta", 4, 8, 4), DKV, DQ, PRODUCT, None, "A")
+    rows = gpu_planner.Rows(FORWARD, row("delta", 4, 8, 4), DKV, DQ, PRODUCT, None, "A")
     for form, products in (("A", 7), ("B", 5)):
         launches = gpu_counts.launches(
             shape, dataclasses.replace(rows, form=form), "backward", False
@@ -208,7 +208,7 @@ def test_default_rows_follow_family_and_head_dim():
         dataclasses.replace(FORWARD, head_dim=64, min_family=9, loads="device"),
         dataclasses.replace(FORWARD, head_dim=64, min_family=9, is_default=False),
     ]
-    choose = gpu_counts.default_variant
+    choose = gpu_planner.default_variant
     for family, head_dim in itertools.product((0, 7, 8), (8, 64)):
         assert choose("attention_forward", "float16", head_dim, family, rows) is rows[0]
     assert choose("attention_forward", "float16", 72, 9, rows) is rows[1]

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from jax_flash_metal import counts, gpu_counts
+from jax_flash_metal import counts, gpu_counts, gpu_planner
 from jax_flash_metal.benchmark_shapes import AttentionShape
 from jax_flash_metal.variant_table import variants
 
@@ -25,7 +25,7 @@ def counted(problem, family, form):
     found = counts.count(library, problem, family=family, form=form)
     by_kernel = {ROWS[kernel.kernel].kernel: kernel for kernel in found}
     row = {name: ROWS[kernel.kernel] for name, kernel in by_kernel.items()}
-    rows = gpu_counts.Rows(
+    rows = gpu_planner.Rows(
         row["attention_forward"],
         row["attention_delta"],
         row["attention_backward_dkv"],

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jax_flash_metal import gpu_counts
+from jax_flash_metal import gpu_counts, gpu_planner
 from jax_flash_metal.attention_library import CallShape
 from jax_flash_metal.benchmark_shapes import AttentionShape
 from tests.plugin.test_planner import describe
@@ -46,7 +46,7 @@ def planned(shape, dtype, family, limit, is_causal, pass_):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_models_launches_are_the_planners(shape, dtype, family, limit):
-    rows = gpu_counts.default_rows(shape, dtype, family, limit)
+    rows = gpu_planner.default_rows(shape, dtype, family, limit)
     names = {
         row.kernel: row.host_name
         for row in vars(rows).values()
@@ -70,9 +70,9 @@ def test_the_models_launches_are_the_planners(shape, dtype, family, limit):
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 def test_the_models_chunks_are_the_planners(shape):
     limit = 64 * MIB
-    rows = gpu_counts.default_rows(shape, "float32", 9, limit)
+    rows = gpu_planner.default_rows(shape, "float32", 9, limit)
     assert rows.form == "B"
-    chunks = list(gpu_counts.chunks(shape, rows.dkv, limit))
+    chunks = list(gpu_planner.chunks(shape, rows.dkv, limit))
     plan = planned(shape, "float32", 9, limit, True, "backward")
     products = [
         params_of(launch)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jax_flash_metal import gpu_counts, gpu_model
+from jax_flash_metal import gpu_counts, gpu_model, gpu_planner
 from jax_flash_metal.benchmark_shapes import AttentionShape
 from jax_flash_metal.gpu_chips import CHIPS, LAUNCH_SECONDS, PRODUCT_CLOCKS
 from jax_flash_metal.gpu_counts import Launch, Work
@@ -189,7 +189,7 @@ def test_forms_are_compared():
 
 def test_a_chunk_that_fits_the_cache_is_cheaper():
     shape = AttentionShape(1, 8, 8, 2048, 64)
-    rows = gpu_counts.default_rows(shape, "float32", 9)
+    rows = gpu_planner.default_rows(shape, "float32", 9)
     rows = dataclasses.replace(rows, form="B")
     in_cache, in_memory = (
         sum(

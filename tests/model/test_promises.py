@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_flash_metal import gpu_counts, gpu_model, gpu_published
+from jax_flash_metal import gpu_model, gpu_planner, gpu_published
 from jax_flash_metal.benchmark_shapes import SHAPE_SETS, AttentionShape
 from jax_flash_metal.gpu_chips import CHIPS
 
@@ -80,7 +80,7 @@ def test_default_rows_are_the_models_choice(kernel, family):
     slower = {}
     for dtype in ("float32", "float16", "bfloat16"):
         for head_dim in (64, 128, 256):
-            default = gpu_counts.default_variant(kernel, dtype, head_dim, family)
+            default = gpu_planner.default_variant(kernel, dtype, head_dim, family)
             ranked = gpu_model.rank(kernel, dtype, default.head_dim, family)
             times = {row: ratio for ratio, row in ranked}
             if times[default] > 1.03:
@@ -95,7 +95,7 @@ def test_default_form_is_the_models_choice(name, dtype):
         for length in (64, 512, 2048):
             shape = AttentionShape(1, 16, 16, length, head_dim)
             forms = gpu_model.rank_forms(shape, dtype, CHIPS[name], False)
-            chosen = gpu_counts.default_form(
+            chosen = gpu_planner.default_form(
                 dtype, head_dim, CHIPS[name].family, length**2
             )
             assert forms[chosen] <= 1.03 * min(forms.values()), shape

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from jax_flash_metal import gpu_counts, gpu_model, gpu_published, gpu_report
+from jax_flash_metal import gpu_model, gpu_planner, gpu_published, gpu_report
 from jax_flash_metal.benchmark_shapes import DTYPES, SHAPE_SETS, AttentionShape
 from jax_flash_metal.gpu_chips import CHIPS, SOURCES
 from jax_flash_metal.variant_table import Variant
@@ -127,7 +127,7 @@ def rows_of_the_table() -> str:
         for head_dim in (64, 128, 256):
             for family in FAMILIES:
                 for dtype in ("float16", "float32"):
-                    default = gpu_counts.default_variant(
+                    default = gpu_planner.default_variant(
                         kernel, dtype, head_dim, family
                     )
                     ranked = gpu_model.rank(kernel, dtype, default.head_dim, family)

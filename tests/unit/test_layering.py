@@ -34,6 +34,7 @@ LAYERS = [
     ("gpu_report", "gpu_published", "command_options"),
     ("gpu_model",),
     ("gpu_counts",),
+    ("gpu_planner",),
     ("command_options",),
     ("attention_library", "variant_table", "benchmark_shapes", "gpu_chips"),
     ("config", "hosts", "plan", "crashes", "_jax_compat", "_version"),
