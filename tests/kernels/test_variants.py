@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_flash_metal import variant_table
+from jax_flash_metal import gpu_counts, variant_table
 from tests.support import cases, native, variant_coverage
 from tests.support.forced import Forced
 from tests.support.kernel_check import check
@@ -89,3 +89,24 @@ def test_rows_have_distinct_names():
         for dtype in row["dtypes"]
     ]
     assert len(names) == len(set(names))
+
+
+# Kernels whose products are those of attention_common.h.
+PRODUCTS = [
+    row
+    for row in variant_table.variants()
+    if any(part in row.kernel for part in ("forward", "_dq", "_dkv", "bias_gradient"))
+    and "combine" not in row.kernel
+]
+
+
+@pytest.mark.parametrize("row", PRODUCTS, ids=lambda row: row.host_name)
+def test_four_products_do_not_wait_for_one_another(row):
+    """Of a simdgroup: the sums that a loop adds to before it is at the first again."""
+    own = max(1, gpu_counts.row_fragments(row))  # short kernels: 8 rows of each
+    others = gpu_counts.other_fragments(row)
+    if row.kernel == "attention_backward_dq_product":
+        assert own * row.block_d // 8 >= 4
+    else:  # S and dP by rows of the other side; what is summed, by columns
+        assert own * others >= 4
+        assert own * row.block_d // 8 >= 4

@@ -63,8 +63,10 @@ def test_long_causal_attention_wins_by_half_against_the_best_unfused_form(name, 
 
 @pytest.mark.parametrize(("name", "dtype"), FULL_RATE)
 def test_the_best_unfused_form_is_nowhere_far_ahead(name, dtype):
+    """Where its scores stay in a cache it has six products, and we have seven."""
     for shape in SEED:
-        assert advantage(name, shape, dtype, False, gpu_model.BEST_PASSES) >= 0.85
+        ratio = advantage(name, shape, dtype, False, gpu_model.BEST_PASSES)
+        assert ratio >= (0.945 if shape.head_dim == 128 else 1.0), shape
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
