@@ -405,7 +405,7 @@ def backward_dq(shape: AttentionShape, variant: Variant, is_causal: bool) -> Lau
     t.tile_rows(block, 5 * t.owners * t.others)
     elements = 2 * own * t.others
     block.exp2 = elements
-    block.alu = 4 * elements  # fma, factor, subtract, multiply
+    block.alu = 6 * elements  # scale, shift, remainder, at most 0, delta, multiply
     block.phases = 4
     fixed.loads += own * (t.columns * t.loads_per_fragment + 1)
     fixed.device_read += own * 8 * 16
@@ -461,7 +461,7 @@ def backward_dkv(
     block.device_read += statistics * 4 * 16
     elements = 2 * own * t.others
     block.exp2 = elements
-    block.alu += 4 * elements
+    block.alu += 6 * elements
     block.phases = 4
     if is_paired:
         block.threadgroup_write += elements * 32 * 4

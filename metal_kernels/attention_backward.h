@@ -1,6 +1,6 @@
 // The score gradient, and how it lies in scratch; shared by all backward kernels. No kernel
 // here.
-//   p = exp(x - lse - remainder);  ds = p ∘ (dropout(dp) - delta) ∘ dx/d(score before the softcap)
+//   p = exp(x - shift - remainder);  ds = p ∘ (dropout(dp) - delta) ∘ dx/d(score before the softcap)
 #pragma once
 
 #include "attention_scores.h"
@@ -8,8 +8,10 @@
 // What the backward needs of a query row, as attention_delta writes it: one load.
 struct RowStatistics {
   float delta;
-  float remainder;  // of the logsumexp, which may be coarse; in score units, as is
-  float logsumexp;  // the logsumexp: NaN if the forward's is, or if delta is not finite
+  // The logsumexp is their sum, in score units: the whole and 0, or where that would be too
+  // coarse, the largest score and what is left.
+  float remainder;
+  float shift;  // NaN if the logsumexp is, or if delta is not finite
 };
 
 METAL_FUNC RowStatistics load_row_statistics(
@@ -19,7 +21,7 @@ METAL_FUNC RowStatistics load_row_statistics(
     const float4 x = ((device const float4*)delta)[row];
     statistics.delta = x.x;
     statistics.remainder = x.y;
-    statistics.logsumexp = x.z;
+    statistics.shift = x.z;
   }
   return statistics;
 }
@@ -27,17 +29,7 @@ METAL_FUNC RowStatistics load_row_statistics(
 METAL_FUNC void store_row_statistics(
     device float* delta, int row, thread const RowStatistics& statistics) {
   ((device float4*)delta)[row] =
-      float4(statistics.delta, statistics.remainder, statistics.logsumexp, 0.0f);
-}
-
-// score - lse of a visible element, in score units; `slope` as by score().
-METAL_FUNC float shifted_score(
-    constant AttentionParams& params, thread const ScoreOperands& operands, int query, int key,
-    float dot, float bias, float lse, thread float& slope) {
-  slope = 1.0f;
-  // fma: the difference of two large numbers is rounded, not the numbers.
-  if (is_plain_score()) return fma(dot, params.scale_log2, -lse);
-  return score(params, operands, query, key, dot, bias, slope) - lse;
+      float4(statistics.delta, statistics.remainder, statistics.shift, 0.0f);
 }
 
 // P of one element, not dropped, and the derivative of its score.
@@ -52,9 +44,11 @@ METAL_FUNC ScoreWeight score_weight(
     int query, int key, float dot, float bias, thread const RowStatistics& row) {
   ScoreWeight weight = {0.0f, 1.0f};
   if (!visible) return weight;
-  const float shifted =
-      shifted_score(params, operands, query, key, dot, bias, row.logsumexp, weight.slope);
-  weight.p = exp_score(shifted - row.remainder);
+  const float x = score(params, operands, query, key, dot, bias, weight.slope) - row.shift -
+                  row.remainder;
+  // A weight is at most 1. Where a score and the shift were summed in different orders, x may be
+  // some units of the last digit above 0: hundreds, of scores in the billions. NaN stays.
+  weight.p = exp_score(x > 0.0f ? 0.0f : x);
   return weight;
 }
 
@@ -196,10 +190,10 @@ METAL_FUNC OperandFragment<T> load_score_gradient(
     constant AttentionParams& params, device const T* score_gradient, long pair, int q, int key,
     uint lane) {
   device const T* p = score_gradient + score_gradient_block(params, pair, q, key);
-  OperandFragment<T> fragment;
-  fragment.thread_elements()[0] = p[fragment_col(lane) * 8 + fragment_row(lane)];
-  fragment.thread_elements()[1] = p[(fragment_col(lane) + 1) * 8 + fragment_row(lane)];
-  return fragment;
+  OperandFragment<T> ds;
+  ds.thread_elements()[0] = p[fragment_col(lane) * 8 + fragment_row(lane)];
+  ds.thread_elements()[1] = p[(fragment_col(lane) + 1) * 8 + fragment_row(lane)];
+  return ds;
 }
 
 // ---------------------------------------------------------------- parts of dK and dV

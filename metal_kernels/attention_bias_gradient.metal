@@ -60,7 +60,7 @@ JFM_VARIANT_TEMPLATE
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q == 8 * NUM_SIMDGROUPS, "a simdgroup owns 8 query rows");
-  static_assert(BLOCK_KV % 8 == 0 && HEAD_DIM % 8 == 0, "fragments are 8x8");
+  static_assert(BLOCK_KV % 8 == 0 && BLOCK_D % 16 == 0, "8x8 fragments, columns in pairs");
   static_assert(HEAD_DIM % BLOCK_D == 0, "tiles cut the columns");
   const uint3 group = whole_grid(params, position);
   constexpr int kKeyFragments = BLOCK_KV / 8;

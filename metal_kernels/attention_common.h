@@ -138,7 +138,8 @@ METAL_FUNC int fragment_col(uint lane) { return int(((lane >> 1) & 4) | ((lane &
 // of a row then lie side by side for a lane: one load serves two fragments, and puts both
 // numbers of each where a product wants them. Who gets which column is all the same: products sum
 // over the columns, or write them back to where they came from. Where the columns do not come in
-// 16s, each fragment has 8 neighbours.
+// 16s, each fragment has 8 neighbours. load_fragments and store_fragments have what dealt_column
+// says, for a lane.
 #define JFM_DEALT_COLUMNS 16
 
 METAL_FUNC bool deals_columns(int num_cols) { return num_cols % JFM_DEALT_COLUMNS == 0; }
@@ -168,11 +169,11 @@ METAL_FUNC float row_sum(float x) {
 
 // Replaces NaN and inf by 0; returns whether there was one.
 template <typename T>
-METAL_FUNC bool sanitize(thread OperandFragment<T>& fragment) {
-  const float x = float(fragment.thread_elements()[0]);
-  const float y = float(fragment.thread_elements()[1]);
-  fragment.thread_elements()[0] = T(finite_or_zero(x));
-  fragment.thread_elements()[1] = T(finite_or_zero(y));
+METAL_FUNC bool sanitize(thread OperandFragment<T>& operand) {
+  const float x = float(operand.thread_elements()[0]);
+  const float y = float(operand.thread_elements()[1]);
+  operand.thread_elements()[0] = T(finite_or_zero(x));
+  operand.thread_elements()[1] = T(finite_or_zero(y));
   return !(is_finite_value(x) && is_finite_value(y));
 }
 
@@ -264,14 +265,14 @@ METAL_FUNC vec<T, 4> row_elements(Row row, int col, int num_cols) {
   return x;
 }
 
-// The columns from `row` on of this lane's row, in two fragments; in one, if no more than
-// 8 columns are left.
+// Two fragments of this lane's row, from the column at `first` on; one, if no more than 8 columns
+// are left.
 template <typename T, typename Row>
 METAL_FUNC void load_fragments(
-    thread OperandFragment<T>* fragments, Row row, int num_cols, uint lane) {
+    thread OperandFragment<T>* fragments, Row first, int num_cols, uint lane) {
   const int col = fragment_col(lane);
   if (deals_columns(num_cols)) {
-    const vec<T, 4> x = load_four(row + 2 * col);
+    const vec<T, 4> x = load_four(first + 2 * col);
     JFM_UNROLL for (int j = 0; j < 2; ++j) {
       fragments[j].thread_elements()[0] = x[2 * j];
       fragments[j].thread_elements()[1] = x[2 * j + 1];
@@ -280,16 +281,16 @@ METAL_FUNC void load_fragments(
   }
   JFM_UNROLL for (int j = 0; j < 2; ++j) {
     if (j * 8 < num_cols) {
-      fragments[j].thread_elements()[0] = row_element<T>(row, j * 8 + col, num_cols);
-      fragments[j].thread_elements()[1] = row_element<T>(row, j * 8 + col + 1, num_cols);
+      fragments[j].thread_elements()[0] = row_element<T>(first, j * 8 + col, num_cols);
+      fragments[j].thread_elements()[1] = row_element<T>(first, j * 8 + col + 1, num_cols);
     }
   }
 }
 
-// Writes two fragments of a row of a result, times `factor`, in the result's dtype.
+// Writes two fragments of this lane's row of a result, times `factor`, in the result's dtype.
 template <typename T>
 METAL_FUNC void store_fragments(
-    thread Fragment* fragments, float factor, device T* row, int num_cols, uint lane) {
+    thread Fragment* fragments, float factor, device T* first, int num_cols, uint lane) {
   const int col = fragment_col(lane);
   if (deals_columns(num_cols)) {
     vec<T, 4> x;
@@ -297,13 +298,13 @@ METAL_FUNC void store_fragments(
       x[2 * j] = T(fragments[j].thread_elements()[0] * factor);
       x[2 * j + 1] = T(fragments[j].thread_elements()[1] * factor);
     }
-    store_four(row + 2 * col, x);
+    store_four(first + 2 * col, x);
     return;
   }
   JFM_UNROLL for (int j = 0; j < 2; ++j) {
     JFM_UNROLL for (int e = 0; e < 2; ++e) {
       if (j * 8 + col + e < num_cols) {
-        row[j * 8 + col + e] = T(fragments[j].thread_elements()[e] * factor);
+        first[j * 8 + col + e] = T(fragments[j].thread_elements()[e] * factor);
       }
     }
   }
@@ -494,17 +495,17 @@ METAL_FUNC OperandFragment<T> tile_fragment_transposed(
   const int row = n * 8 + fragment_col(lane);
   const int num_cols = tile.matrix.num_cols;
   const int col = dealt_column(d * 8 + fragment_row(lane), num_cols);
-  OperandFragment<T> fragment;
+  OperandFragment<T> operand;
   JFM_UNROLL for (int e = 0; e < 2; ++e) {
     if (LOADS == JFM_LOADS_DEVICE) {
-      fragment.thread_elements()[e] = row_element<T>(
+      operand.thread_elements()[e] = row_element<T>(
           matrix_row(tile.matrix, row + e), tile.first_col + col, num_cols);
     } else {
       threadgroup const T* p = tile.shared + (row + e) * tile_row_stride<T, BLOCK_D>();
-      fragment.thread_elements()[e] = row_element<T>(p, col, num_cols - tile.first_col);
+      operand.thread_elements()[e] = row_element<T>(p, col, num_cols - tile.first_col);
     }
   }
-  return fragment;
+  return operand;
 }
 
 // ---------------------------------------------------------------- products

@@ -1,8 +1,8 @@
 // What the backward needs of a query row, as four float32 (the last is 0); one simdgroup per
 // row.
 //   delta = rowsum(dout ∘ out) - dlogsumexp
-//   remainder = log Σ exp(x - logsumexp), where the logsumexp is too coarse to make it 0
-//   logsumexp, NaN if delta is not finite; like the remainder in score units
+//   shift + remainder = logsumexp, in score units: itself and 0; where it is too coarse for that,
+//     the largest score and log Σ exp(x - largest score). The shift is NaN if delta is not finite
 // delta is NaN if dout holds a NaN or inf: the backward kernels work on sanitised dout, and
 // this is how they learn which rows are not finite.
 //
@@ -12,8 +12,8 @@
 
 // float32 numbers beyond 4096 are 2^-11 = 5e-4 apart and more: rounding a logsumexp there is
 // an error of 1e-4 and more of every probability. At 1e9 (a padding bias on all keys) nothing
-// is left of log(sum), and at 4e9 exp(x - logsumexp) may overflow. The scores are as coarse, but
-// they are what the forward took: each is summed here as the products sum it.
+// is left of log(sum). The scores are as coarse, but they are what the forward took: each is
+// summed here in the order of a product's columns.
 METAL_FUNC bool is_coarse(float logsumexp) {
   return is_finite_value(logsumexp) && abs(logsumexp) > 4096.0f;
 }
@@ -49,9 +49,10 @@ JFM_VARIANT_TEMPLATE
   }
   sum = simd_sum(sum);
 
-  float remainder = 0.0f;
   const float row_lse =
       logsumexp[head_offset(params, params.logsumexp, group.z, head) + row * params.logsumexp.row];
+  float shift = to_score_units(row_lse);
+  float remainder = 0.0f;
   if (is_coarse(row_lse)) {  // the same for all lanes
     ScorePointers pointers;
     JFM_SCORE_POINTERS(pointers);
@@ -59,13 +60,12 @@ JFM_VARIANT_TEMPLATE
     const Range keys = visible_keys(params, operands, row);
     query += head_offset(params, params.query, group.z, head) + row * params.query.row;
     key += head_offset(params, params.key, group.z, head / params.num_groups);
-    const float lse = to_score_units(row_lse);
-    float high = JFM_MOST_NEGATIVE;  // the largest x - logsumexp, of this lane's
-    float total = 0.0f;              // of exp(x - logsumexp - high)
+    float high = JFM_MOST_NEGATIVE;  // the largest score of this lane's
+    float total = 0.0f;              // of exp(score - high)
     if (has_sinks && lane == 0) {
       const float sink = sinks[head_offset(params, params.sinks, group.z, head)];
-      high = max(high, to_score_units(sink) - lse);
-      total = exp_score(to_score_units(sink) - lse - high);
+      high = max(high, to_score_units(sink));
+      total = exp_score(to_score_units(sink) - high);
     }
     for (int j = keys.begin + int(lane); j < keys.end; j += 32) {
       float bias, slope;
@@ -75,21 +75,20 @@ JFM_VARIANT_TEMPLATE
         const int c = dealt_column(i, head_dim);
         dot = fma(float(query[c]), float(key[j * params.key.row + c]), dot);
       }
-      const float x = shifted_score(params, operands, row, j, dot, bias, lse, slope);
+      const float x = score(params, operands, row, j, dot, bias, slope);
       const float new_high = max(high, x);
       total = total * exp_score(high - new_high) + exp_score(x - new_high);
       high = new_high;
     }
-    const float row_high = simd_max(high);
-    remainder = row_high + log_score(simd_sum(total * exp_score(high - row_high)));
+    shift = simd_max(high);
+    remainder = log_score(simd_sum(total * exp_score(high - shift)));
   }
 
   if (lane == 0) {
     RowStatistics statistics;
     statistics.delta = sum - dlogsumexp[row * params.dlogsumexp.row];
     statistics.remainder = remainder;
-    statistics.logsumexp =
-        is_finite_value(statistics.delta) ? to_score_units(row_lse) : quiet_nan();
+    statistics.shift = is_finite_value(statistics.delta) ? shift : quiet_nan();
     store_row_statistics(delta, row, statistics);
   }
 }

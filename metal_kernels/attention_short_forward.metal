@@ -19,7 +19,7 @@ JFM_VARIANT_TEMPLATE
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(BLOCK_Q == 8, "a simdgroup owns 8 packed rows");
-  static_assert(BLOCK_KV % 8 == 0 && HEAD_DIM % 8 == 0, "fragments are 8x8");
+  static_assert(BLOCK_KV % 8 == 0 && HEAD_DIM % 16 == 0, "8x8 fragments, columns in pairs");
   static_assert(BLOCK_KV <= 32, "block_is_hidden");
   const uint3 group = whole_grid(params, position);
   constexpr int kDimFragments = HEAD_DIM / 8;

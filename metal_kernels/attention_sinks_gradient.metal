@@ -1,5 +1,5 @@
-// The gradient of sinks: -Σ exp(sink - logsumexp - remainder) · delta over the rows of
-// every (batch, head) that shares a sink. A row that sees no key has no use for it: 0.
+// The gradient of sinks: -Σ exp(sink - logsumexp) · delta over the rows of every
+// (batch, head) that shares a sink. A row that sees no key has no use for it: 0.
 // The rows are dealt to the threads in turn and the threads' sums added in one order:
 // deterministic.
 //
@@ -33,8 +33,8 @@ JFM_VARIANT_TEMPLATE
       const float row_lse = lse[row * params.logsumexp.row];
       if (is_minus_infinity(row_lse)) continue;
       const RowStatistics statistics = load_row_statistics(params, dl, row);
-      const float shifted = to_score_units(sink) - to_score_units(row_lse);
-      sum -= exp_score(shifted - statistics.remainder) * statistics.delta;
+      const float x = to_score_units(sink) - statistics.shift - statistics.remainder;
+      sum -= exp_score(x) * statistics.delta;
     }
   }
 

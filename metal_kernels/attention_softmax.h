@@ -52,7 +52,7 @@ METAL_FUNC float update_softmax(
       const bool visible = is_interior || query_sees(params, operands, keys, query, key, bias);
       if (!is_plain_score()) x = score(params, operands, query, key, x, bias, slope);
       if (!is_interior) {
-        const float y = is_plain_score() ? x * params.scale_log2 : x;
+        const float y = is_plain_score() ? rounded_product(x, params.scale_log2) : x;
         x = !visible ? hidden : y > -INFINITY ? x : quiet_nan();
       }
       s[j].thread_elements()[e] = x;
@@ -61,8 +61,8 @@ METAL_FUNC float update_softmax(
     }
   }
   if (is_plain_score()) {
-    const float a = high * params.scale_log2;
-    const float b = low * params.scale_log2;
+    const float a = rounded_product(high, params.scale_log2);
+    const float b = rounded_product(low, params.scale_log2);
     high = max(a, b);
     low = min(a, b);
   }
@@ -73,7 +73,8 @@ METAL_FUNC float update_softmax(
     if (has_dropout) words = dropout_words(operands, query, col + j * 8);
     JFM_UNROLL for (int e = 0; e < 2; ++e) {
       const float x = s[j].thread_elements()[e];
-      float difference = (is_plain_score() ? x * params.scale_log2 : x) - row.max;
+      const float y = is_plain_score() ? rounded_product(x, params.scale_log2) : x;
+      float difference = y - row.max;
       if (!is_interior && x == hidden) difference = -INFINITY;  // 0 times inf would be NaN
       const float p = exp_score(difference);
       row.sum += p;

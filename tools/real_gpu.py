@@ -533,7 +533,7 @@ def run_bugs(
 
     def job(bug: Any) -> tuple[Outcome, Outcome]:
         plain = run_shard(folder, "rows", "0/1", bug=bug.id, timeout=25)
-        if bug.tool == "numbers" or plain.status == _TIMEOUT:
+        if bug.tool not in TOOLS:
             return plain, plain
         return plain, run_shard(
             folder, "rows", "0/1", bug=bug.id, tool=bug.tool, sanitizer=sanitizer,
@@ -547,14 +547,16 @@ def run_bugs(
     for bug, (plain, under_tool) in zip(planted, outcomes):
         wrong, runs = plain.result.get("wrong"), plain.result.get("runs")
         numbers = "no result" if wrong is None else f"{len(wrong)} of {runs}"
-        tool = bug.tool
-        is_found = bool(wrong) if tool == "numbers" else under_tool.findings > 0
-        if plain.status == _TIMEOUT:  # nobody needs a tool to see that
-            is_found, tool, numbers = True, "none: it hangs", "hangs"
+        if plain.status == _TIMEOUT:
+            numbers = "hangs"
+        is_found = {
+            "numbers": bool(wrong),
+            "hang": plain.status == _TIMEOUT,
+        }.get(bug.tool, under_tool.findings > 0)
         report.data["bugs"].append(
             {
                 "id": bug.id,
-                "tool": tool,
+                "tool": bug.tool,
                 "found": is_found,
                 "findings": under_tool.findings,
                 "first": under_tool.first,

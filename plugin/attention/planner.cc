@@ -17,7 +17,7 @@ constexpr Kernel kShortForwardCombine = {"attention_short_forward_combine",
                                          kWidths | kUnit | kSinks};
 constexpr Kernel kBiasGradient = {"attention_bias_gradient", kWidths | kScores | kGradient};
 constexpr Kernel kBiasGradientCombine = {"attention_bias_gradient_combine", kGradient};
-constexpr Kernel kSinksGradient = {"attention_sinks_gradient", 0};
+constexpr Kernel kSinksGradient = {"attention_sinks_gradient", kUnit};
 
 constexpr int64_t kMaxParts = 64;  // of a gradient's sum
 constexpr int64_t kTargetThreadgroups = 1024;  // of a gradient

@@ -304,8 +304,8 @@ def test_rows_whose_logsumexp_holds_no_sum(features, bias, q_len, kernels):
 @pytest.mark.parametrize("head_dim", [20, 32])
 @pytest.mark.parametrize("size", [1e5, 3e9, 1e20])
 @short_and_long
-def test_rows_with_one_huge_score(q_len, size, head_dim, kernels):
-    """Of one key each, whose weight is 1: no rounding of a difference may be exp'd."""
+def test_rows_whose_scores_are_huge(q_len, size, head_dim, kernels):
+    """One key outweighs all others: its weight must be 1, whatever the rounding."""
     sizes = SMALL | {"head_dim": head_dim}
     case = cases.Case(f"huge-scores-q{q_len}", q_len=q_len, **sizes)
     inputs = make_inputs(case)
@@ -319,6 +319,22 @@ def test_rows_with_one_huge_score(q_len, size, head_dim, kernels):
     assert_result(case, "dquery", results.dquery, expected[0])
     # A rounding error of dS times such a query is no small number.
     assert np.isfinite(results.dkey).all()
+
+
+@pytest.mark.parametrize("features", [{}, {"sinks": True}], ids=["plain", "sinks"])
+@pytest.mark.parametrize("size", [1e3, 1e9, 1e15, 1e30])
+@short_and_long
+def test_huge_scores_that_are_equal_share_a_row(q_len, size, features, kernels):
+    """n keys alike have 1/n each: log(n) is nothing beside the scores, and not lost."""
+    case = cases.Case(
+        f"equal-scores-q{q_len}", inputs="equal-keys", q_len=q_len, **SMALL, **features
+    )
+    inputs, arguments = make_inputs(case), make_arguments(case)
+    inputs.query[...] = np.abs(inputs.query) * np.float32(size)
+    inputs.key[...] = np.abs(inputs.key)
+    results = run(kernels, inputs, **arguments)
+    expected = reference_f64.attention_gradients(*inputs, **arguments)
+    assert_result(case, "dvalue", results.dvalue, expected[2])
 
 
 @short_and_long

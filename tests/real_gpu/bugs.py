@@ -15,8 +15,8 @@ from pathlib import Path
 from plugin import build, kernel_sources
 from plugin.kernel_sources import KERNEL_DIR, Variant
 
-# What finds it: a tool of compute-sanitizer, or the comparison with float64.
-TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck", "numbers")
+# What finds it: a tool of compute-sanitizer, the comparison with float64, or the clock.
+TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck", "numbers", "hang")
 _BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\s*\([^;]*\)\s*;")
 _COMMON = "attention_common.h"
 # The kernels that a bug in a file is built into: those that have it soonest.
@@ -144,8 +144,8 @@ _OTHERS = [
         "    threadgroup_barrier(mem_flags::mem_threadgroup);\n"
         "  }",
     ),
-    Bug(  # hangs an H200: nobody needs a tool to see that
-        "barrier-skipped-by-one-lane", "synccheck", _COMMON,
+    Bug(  # on an H200
+        "barrier-skipped-by-one-lane", "hang", _COMMON,
         "return false;\n  threadgroup_barrier(mem_flags::mem_threadgroup);",
         "return false;\n"
         "  if (thread_index != 37) threadgroup_barrier(mem_flags::mem_threadgroup);",

@@ -9,9 +9,9 @@ typedef simdgroup_matrix<float, 8, 8> Fragment;
 
 METAL_FUNC Fragment zero() { return make_filled_simdgroup_matrix<float, 8, 8>(0.0f); }
 
-METAL_FUNC bool sanitize(thread Fragment& fragment) {
-  const float x = fragment.thread_elements()[0];
-  fragment.thread_elements()[0] = isnan(x) ? 0.0f : x;
+METAL_FUNC bool sanitize(thread Fragment& operand) {
+  const float x = operand.thread_elements()[0];
+  operand.thread_elements()[0] = isnan(x) ? 0.0f : x;
   return isnan(x);
 }
 

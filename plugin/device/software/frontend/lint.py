@@ -153,6 +153,8 @@ _UNAVAILABLE = frozenset(
         *("co_await", "co_return", "co_yield", "noexcept", "register"),
     )
 )
+# Keywords of MSL, where they do not say what a function is.
+_QUALIFIERS = frozenset(("fragment", "kernel", "vertex"))
 _LONG_DOUBLE = re.compile(r"(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?[lL]")
 
 
@@ -164,6 +166,10 @@ def _word_findings(tokens: Iterable[rewrite.Token]) -> Iterator[SourceError]:
         not_ours = token.kind == "name" and (
             word in _UNAVAILABLE or (word == "private" and following.value != ":")
         )
+        if token.kind == "name" and word in _QUALIFIERS and following.value != "void":
+            yield SourceError(
+                token.file, token.line, f"'{word}' is a keyword of MSL, and no name"
+            )
         if not_ours or (token.kind == "number" and _LONG_DOUBLE.fullmatch(word)):
             yield SourceError(
                 token.file, token.line, f"'{word}' is not available in MSL"
