@@ -209,18 +209,19 @@ class _Tuner:
         self._admitted: dict[tuple[str, Choice], str | None] = {}
 
     def tune(self) -> Tuning:
-        objection = self._objection("forward")
+        passes = {"forward": _Pass(self, "forward")}
+        objection = self._objection(passes["forward"])
         if objection is not None:
             raise NotImplementedError(f"autotune cannot measure: {objection}.")
-        passes = {"forward": _Pass(self, "forward")}
         passes["forward"].run_default()
-        objection = self._objection("backward")
+        backward = _Pass(self, "backward", passes["forward"].results)
+        objection = self._objection(backward)
         if objection is not None:
             nothing = Timing("backward", kernel_choices.NO_FORM, (), None, objection)
             self._timings.append(nothing)
         else:
-            passes["backward"] = _Pass(self, "backward", passes["forward"].results)
-            passes["backward"].run_default()
+            passes["backward"] = backward
+            backward.run_default()
         # Every stage gets its share of the time that is left: the forward pass; of the
         # backward pass the two kernels of both forms, and the forms; two whole calls.
         chosen: dict[str, Chosen | None] = {"forward": None, "backward": None}
@@ -239,11 +240,15 @@ class _Tuner:
             origin="measured",
         )
 
-    def _objection(self, which: str) -> str | None:
-        """Of the table's rows, whatever the class takes by an earlier measurement."""
-        problem = kernel_choices.problem_of(self._config, self._arrays)
-        with kernel_choices.forced(self._library, (self._class, which), None):
-            return kernel_proof.objection("metal", problem, which, self._features)
+    def _objection(self, pass_: _Pass) -> str | None:
+        """Of the table's rows, whatever the class takes by an earlier measurement.
+
+        By their plan, not by forcing them: a proof takes seconds, in which programs on
+        other threads would run them.
+        """
+        return kernel_proof.objection(
+            "metal", pass_.problem, pass_.which, self._features, pass_.plan
+        )
 
     def _tune_forward(self, pass_: _Pass) -> Chosen | None:
         default = pass_.default
@@ -370,12 +375,18 @@ class _Tuner:
         if self._is_late():
             return "the time was used up"
         try:
-            return self._prove(pass_.which, choice) or pass_.compare(choice)
+            return self._prove(pass_, choice) or pass_.compare(choice)
         except AttentionError as error:
             return str(error).rstrip(".")
 
-    def _prove(self, which: str, choice: Choice) -> str | None:
-        return tunings.disproof(self._shape, which, choice, has_features=self._features)
+    def _prove(self, pass_: _Pass, choice: Choice) -> str | None:
+        return tunings.disproof(
+            self._shape,
+            pass_.which,
+            choice,
+            has_features=self._features,
+            in_parts=kernel_choices.sums_in_parts(pass_.planned(choice)["kernels"]),
+        )
 
     def _chosen(self, measured: Sequence[tuple[Choice, float]]) -> Chosen | None:
         if not measured or measured[0][1] == math.inf:
@@ -447,7 +458,9 @@ class _Pass:
 
     Attributes:
       which: "forward" or "backward".
-      default: What it takes by the table; None: nothing in it can be chosen.
+      problem: For the library.
+      plan: What it launches by the table, as AttentionLibrary.outline gives it.
+      default: What is chosen so; None: nothing in it can be chosen.
       results: By the default, by name; there after run_default.
     """
 
@@ -470,16 +483,20 @@ class _Pass:
             }
             self._names = BACKWARD_RESULTS
         self._options = options  # whose memory must live as long as the problem
-        self._problem = make_problem(self._operands, **options)
-        self._results = attach_results(self._problem, self._operands, self._names)
+        self.problem = make_problem(self._operands, **options)
+        self._results = attach_results(self.problem, self._operands, self._names)
         self.results: dict[str, Array] = {}
-        with self._forced(None):
-            plan = self._library.outline(self._problem, which)
-        self.default = kernel_choices.choice_of(plan, which)
+        self.plan = self.planned(None)
+        self.default = kernel_choices.choice_of(self.plan, which)
+
+    def planned(self, choice: Choice | None) -> dict[str, Any]:
+        """What it launches by a choice; None: by the table."""
+        with self._forced(choice):
+            return self._library.outline(self.problem, self.which)
 
     def run_default(self) -> None:
         with self._forced(None):
-            self._library.run(self._problem, self.which)
+            self._library.run(self.problem, self.which)
         self.results = {name: x.copy() for name, x in self._results.items()}
 
     def candidate(self, choice: Choice) -> Candidate:
@@ -487,7 +504,7 @@ class _Pass:
             self.which,
             choice.form,
             choice.kernels,
-            run=lambda: self._library.run(self._problem, self.which),
+            run=lambda: self._library.run(self.problem, self.which),
             prepared=lambda: self._forced(choice),
         )
 
@@ -496,7 +513,7 @@ class _Pass:
         for result in self._results.values():
             result.fill(np.nan)
         with self._forced(choice):
-            self._library.run(self._problem, self.which)
+            self._library.run(self.problem, self.which)
         dtype = self._results[self._names[0]].dtype.name
         return kernel_cases.difference(dtype, self._results, self.results)
 

@@ -170,6 +170,13 @@ def is_short(names: Iterable[str]) -> bool:
     )
 
 
+def sums_in_parts(names: Iterable[str]) -> bool:
+    """Whether a pass of these kernels makes the sums of dK and dV in parts."""
+    return any(
+        template_of().get(name) == "attention_backward_dkv_combine" for name in names
+    )
+
+
 @functools.cache
 def template_of() -> dict[str, str]:
     """The first column of the variant table by the kernels' names."""

@@ -61,7 +61,11 @@ class KernelWarning(UserWarning):
 
 
 def objection(
-    backend: Backend, problem: Problem, which: str, has_features: bool
+    backend: Backend,
+    problem: Problem,
+    which: str,
+    has_features: bool,
+    plan: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Why a pass of a call must not take the kernels, as a clause; None: it may.
 
@@ -70,15 +74,26 @@ def objection(
     Args:
       backend: Which kernels.
       problem: Of the call: as the planner sees it, whose kernels may be those of its
-        class (tunings.problem_of).
+        class (tunings.prove_rows).
       which: The pass, among attention_library.PASSES.
       has_features: Whether the call has any optional operand, a window, a softcap or
         dropout. Such a call needs the proof with all of them at once, too.
+      plan: Of the pass (of "gradient": the backward pass), as
+        AttentionLibrary.outline gives it; None: that of now.
 
     Raises:
       platforms.LibraryError: There is no library.
     """
-    return _proofs(backend).objection(problem, which, has_features)
+    return _proofs(backend).objection(problem, which, has_features, plan)
+
+
+def missing_device(backend: Backend) -> str | None:
+    """Why no call at all can take the kernels here, as a clause; proves nothing.
+
+    Raises:
+      platforms.LibraryError: There is no library.
+    """
+    return _proofs(backend).missing_device
 
 
 def family(backend: Backend) -> str:
@@ -108,7 +123,8 @@ def known_failure(choice: Choice, has_features: bool) -> str | None:
     None: nothing is. Runs nothing.
 
     Args:
-      choice: The kernels, and their form: of another form's verdicts none counts.
+      choice: The kernels, and their form: of another form's verdicts none counts, nor
+        does one of sums in parts, which few of its calls make.
       has_features: Of the calls that take it, as `objection` has it: without, kernels
         may be wrong with options.
 
@@ -177,16 +193,24 @@ class _Proofs:
         self._verdicts = self._read()
 
     @property
+    def missing_device(self) -> str | None:
+        return self._no_device
+
+    @property
     def family(self) -> str:
         return "" if self._no_device else str(self._identity["family"])
 
     def objection(
-        self, problem: Problem, which: str, has_features: bool = False
+        self,
+        problem: Problem,
+        which: str,
+        has_features: bool = False,
+        plan: Mapping[str, Any] | None = None,
     ) -> str | None:
         if self._no_device is not None:
             return self._no_device
         try:
-            keys, cases = self._asked(problem, which, has_features)
+            keys, cases = self._asked(problem, which, has_features, plan)
         except AttentionError:
             return None  # no fault of a kernel's: the call's own error says it better
         with self._lock:
@@ -224,15 +248,20 @@ class _Proofs:
             self._write()
 
     def _asked(
-        self, problem: Problem, which: str, has_features: bool
+        self,
+        problem: Problem,
+        which: str,
+        has_features: bool,
+        plan: Mapping[str, Any] | None = None,
     ) -> tuple[list[str], list[KernelCase]]:
         """What must be proven for the pass, in the order of its launches; cases for it.
 
-        Planned once: of many launches a plan takes seconds.
+        Planned at most once: of many launches a plan takes seconds.
         """
-        # Where the kernels take no such call, its error comes from here.
         planned_pass = "backward" if which == "gradient" else which
-        plan = self._library.outline(problem, planned_pass)
+        if plan is None:
+            # Where the kernels take no such call, its error comes from here.
+            plan = self._library.outline(problem, planned_pass)
         dtype = _DTYPE_NAMES[problem.dtype]
         if self._backend == "cpu":
             cases = kernel_cases.cpu_cases(dtype)
@@ -265,7 +294,7 @@ class _Proofs:
         if which != "gradient":
             own = plain.keys(self._library)
             keys += [own[name] for name in names if name in own]
-        if which == "backward" and _COMBINE in kernels:
+        if which == "backward" and kernel_choices.sums_in_parts(names):
             grouped = next(case for case in cases if case.is_grouped)
             keys += [
                 key
@@ -413,9 +442,11 @@ def _choice_of(case: KernelCase, choice: Choice | None) -> str:
 
 
 def _is_of(key: str, choice: Choice, has_features: bool) -> bool:
-    """Whether a verdict under the key is one on what calls with the choice run."""
+    """Whether a verdict under the key is one on what all calls with the choice run."""
     name = kernel_cases.kernel_of_key(key)
     if name not in choice.kernels or (" with options" in key and not has_features):
+        return False
+    if " in parts" in key:  # who knows the call asks for it (tunings.disproof)
         return False
     is_form_b = " of form B" in key
     return kernel_cases.kernel_of(name) != _SUM or is_form_b == (choice.form == "B")

@@ -6,7 +6,6 @@ attributes that the handlers (plugin/ffi) decode: version 3 of the wire format.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -148,8 +147,6 @@ def _lower(
     """`platform` None: whatever the program is lowered for."""
     platforms = lowering_platforms(ctx) if platform is None else (platform,)
     backend = takes_kernels(config, *platforms)
-    if backend == "metal":
-        _load_measurements(which, ctx, config, names)
     if (
         backend is not None
         and not _falls_back(backend, which, ctx, config, names)
@@ -239,25 +236,6 @@ def _unpack(
     return AttentionOperands(**named), arrays[end:]
 
 
-def _load_measurements(
-    which: str, ctx: Any, config: AttentionConfig, names: tuple[str, ...]
-) -> None:
-    """What was measured of the kernels, for every program with Metal kernels.
-
-    Before their proof, which is of the rows that run.
-    """
-    from jax_flash_metal import platforms, tunings
-
-    if num_partitions(ctx) > 1:
-        tunings.load()  # asked again, for the part of one device
-        return
-    features = has_features(config, names)
-    operands = _operands_of(ctx, names)
-    # Without a library _falls_back says so.
-    with contextlib.suppress(platforms.LibraryError):
-        tunings.prove_rows(config, operands, which, has_features=features)
-
-
 def _is_unfused(
     which: str,
     ctx: Any,
@@ -325,14 +303,21 @@ def _objection(
     from jax_flash_metal import kernel_proof, platforms, tunings
     from jax_flash_metal.attention_library import CallShape, shape_problem
 
-    if backend == "metal" and num_partitions(ctx) == 1:
-        problem = tunings.problem_of(config, _operands_of(ctx, names))
-    else:  # of a part of one device, which has a class of its own, it is asked again
-        problem = shape_problem(CallShape.of(*ctx.avals_in[:3]), backend=backend)
+    features = has_features(config, names)
     try:
-        reason = kernel_proof.objection(
-            backend, problem, which, has_features(config, names)
-        )
+        if num_partitions(ctx) > 1:
+            # The part of one device, which has a class of its own and other kernels,
+            # is lowered by the same rule, and may take the reference alone.
+            reason = kernel_proof.missing_device(backend)
+        else:
+            if backend == "metal":  # what was measured is proven before what runs
+                problem = tunings.prove_rows(
+                    config, _operands_of(ctx, names), which, has_features=features
+                )
+            else:
+                shape = CallShape.of(*ctx.avals_in[:3])
+                problem = shape_problem(shape, backend=backend)
+            reason = kernel_proof.objection(backend, problem, which, features)
     except platforms.LibraryError as error:
         if config.implementation is not None:
             raise

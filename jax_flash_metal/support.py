@@ -128,7 +128,6 @@ def _objections(
     from jax_flash_metal import kernel_proof, platforms
     from jax_flash_metal.attention_library import CallShape, shape_problem
 
-    problem = shape_problem(CallShape.of(*operands[:3]), backend=backend)
     names = [n for n in OPTIONAL_OPERANDS if getattr(operands, n) is not None]
     features = has_features(config, names)
     passes = ["backward"]
@@ -139,10 +138,11 @@ def _objections(
             from jax_flash_metal import tunings
 
             for which in ("forward", "backward"):
-                tunings.prove_rows(
+                problem = tunings.prove_rows(
                     config, operands._asdict(), which, has_features=features
                 )
-            problem = tunings.problem_of(config, operands._asdict())
+        else:
+            problem = shape_problem(CallShape.of(*operands[:3]), backend=backend)
         forward = kernel_proof.objection(backend, problem, "forward", features)
         backward = (
             kernel_proof.objection(backend, problem, p, features) for p in passes

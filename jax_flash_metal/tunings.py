@@ -608,7 +608,7 @@ def prove_rows(
     which: str,
     *,
     has_features: bool,
-) -> None:
+) -> Problem:
     """Loads what is stored, and proves the rows that the pass of a call takes by it.
 
     Asked before the kernels' own proof when a program is lowered. If one fails, the
@@ -619,38 +619,68 @@ def prove_rows(
       operands: By name: shapes and dtypes.
       which: The pass; "gradient" has nothing that can be chosen.
       has_features: Of the call, as kernel_proof.objection takes it.
+
+    Returns:
+      The call as kernel_proof.objection must see it: one that takes the rows of its
+      class. Where those are the table's, its shape says as much. To plan that is quick,
+      while the launches for each of many batch elements may take seconds.
+
+    Raises:
+      platforms.LibraryError: There is no library.
     """
     tunings = load()
+    shape = CallShape.of(*(operands[name] for name in FORWARD_OPERANDS))
+    plain = shape_problem(shape)
     if not tunings:
-        return
+        return plain
+    problem = kernel_choices.problem_of(config, operands)
     try:
-        found = tunings.get(shape_class_of(config, operands))
+        found = tunings.get(_class_of(problem))
+        if found is None:
+            # Without its batch and options it may be of a class that takes other rows.
+            return problem if _class_of(plain) in tunings else plain
+        key = (found.shape_class, which)
+        chosen = found.choices().get(key)
+        if chosen is None:
+            return problem
+        kernels = library().outline(problem, which)["kernels"]
     except AttentionError:
-        return  # the call's own error says it better
-    if found is None:
-        return
-    chosen = found.choices().get((found.shape_class, which))
-    if chosen is None:
-        return
-    failure = disproof(_shape_of(operands), which, chosen, has_features=has_features)
+        return problem  # the call's own error says it better
+    failure = disproof(
+        shape,
+        which,
+        chosen,
+        has_features=has_features,
+        in_parts=kernel_choices.sums_in_parts(kernels),
+    )
     if failure is None:
-        return
+        return problem
     with _lock:
-        _warn(
-            f"what was measured of the {which} pass of {found.shape_class} is not "
-            f"used: {failure}. To measure it anew, pass again=True to autotune."
-        )
-        _use(
-            {name: t.without(which) if t == found else t for name, t in load().items()}
-        )
+        known = load()
+        now = known.get(found.shape_class)
+        # Another thread may have found it, too, or measured anew.
+        if now is not None and now.choices().get(key) == chosen:
+            _warn(
+                f"what was measured of the {which} pass of {found.shape_class} is not "
+                f"used: {failure}. To measure it anew, pass again=True to autotune."
+            )
+            _use({**known, found.shape_class: now.without(which)})
+    return problem
 
 
 def disproof(
-    shape: CallShape, which: str, choice: Choice, *, has_features: bool
+    shape: CallShape, which: str, choice: Choice, *, has_features: bool, in_parts: bool
 ) -> str | None:
     """What the tiny cases of the kernels find wrong with a choice, as a clause.
 
     What they find holds for all calls.
+
+    Args:
+      shape: Of a call that is to take it.
+      which: The pass.
+      choice: Its kernels.
+      has_features: Of the call, as kernel_proof.objection takes it.
+      in_parts: Whether the call makes the sums of dK and dV in parts, by this choice.
 
     Raises:
       platforms.LibraryError: There is no library.
@@ -660,6 +690,8 @@ def disproof(
     for case in kernel_cases.cases_of(shape.dtype, row):
         is_ours = (case.which, case.is_short) == (which, is_short)
         if not is_ours or (case.has_options and not has_features):
+            continue
+        if case.is_grouped and not in_parts:
             continue
         try:
             found = kernel_proof.prove(dataclasses.replace(case, choice=str(choice)))
@@ -758,25 +790,6 @@ def _describe_measured(tuning: Tuning | None) -> str:
     return f"measured {when}, times as fast as the default: {', '.join(gains)}"
 
 
-def problem_of(config: AttentionConfig, operands: Mapping[str, Any]) -> Problem:
-    """A call as kernel_proof.objection must see it: it takes the rows of its class.
-
-    Where nothing is measured its shape says as much. To plan that is quick, while the
-    launches for each of many batch elements may take seconds.
-
-    Args:
-      config: Of the call.
-      operands: By name: shapes and dtypes.
-    """
-    if load():
-        return kernel_choices.problem_of(config, operands)
-    return shape_problem(_shape_of(operands))
-
-
-def _shape_of(operands: Mapping[str, Any]) -> CallShape:
-    return CallShape.of(*(operands[name] for name in FORWARD_OPERANDS))
-
-
 def _has_features(shape_class: str) -> bool:
     """Of the calls of a class, as lowering.has_features has it of a call."""
     options = shape_class.split()[_NUM_SIZES:]
@@ -793,7 +806,10 @@ def shape_class_of(config: AttentionConfig, operands: Mapping[str, Any]) -> str:
       platforms.LibraryError: There is no library.
       AttentionError: No kernels take the call.
     """
-    problem = kernel_choices.problem_of(config, operands)
+    return _class_of(kernel_choices.problem_of(config, operands))
+
+
+def _class_of(problem: Problem) -> str:
     shape_class: str = library().outline(problem, "forward")["class"]
     return shape_class
 

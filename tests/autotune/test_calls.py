@@ -4,7 +4,9 @@ import dataclasses
 import doctest
 import functools
 import inspect
+import json
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from jax_flash_metal import (
 from jax_flash_metal.attention_library import AttentionLibrary
 from jax_flash_metal.kernel_choices import Choice
 from tests.support import native
-from tests.support.processes import ROOT, output_of
+from tests.support.processes import ROOT, output_of, run_python
 
 SHAPES = ((2, 37, 6, 40), (2, 53, 3, 40), (2, 53, 3, 40))
 CLASS = "float16 d40 v40 q64 k64 n16 g2"
@@ -472,19 +474,203 @@ def test_what_is_wrong_with_options_alone_is_not_held_against_plain_calls(
 
 
 def test_the_tables_rows_are_proven_before_they_are_measured(monkeypatch):
-    """Whatever was measured before."""
+    """Whatever was measured before; other threads go on with that meanwhile."""
     result = tune()
-    asked = []
+    asked, meanwhile = [], []
 
-    def objection(backend, problem, which, has_features):
-        found = tunings.library().outline(problem, which)
-        asked.append((found["class"], found["origin"]))
+    def objection(backend, problem, which, has_features, found):
+        asked.append((found["class"], which, found["origin"]))
+        meanwhile.append(tunings.library().outline(problem, which)["origin"])
 
     monkeypatch.setattr(kernel_proof, "objection", objection)
     assert plan("forward")["origin"] == "measured"
     assert tune(again=True).forward == result.forward
-    assert asked == [(CLASS, "default")] * 2
+    assert asked == [(CLASS, which, "default") for which in ("forward", "backward")]
+    assert meanwhile == ["measured"] * 2
     assert plan("forward")["origin"] == "measured"
+
+
+def stored_for(stored, shapes):
+    """The same rows for causal calls of these shapes; their class, and the key of their
+    sums in parts.
+    """
+    operands, config = jax_flash_metal.api.prepare_abstract(
+        *structs(shapes=shapes), is_causal=True
+    )
+    shape_class = tunings.shape_class_of(config, operands._asdict())
+    tunings.store().add(dataclasses.replace(stored, shape_class=shape_class))
+    (dkv,) = (name for name in stored.backward.kernels if "_dkv_" in name)
+    assert stored.backward.form == "B"
+    return shape_class, f"{dkv} of form B in parts"
+
+
+def plant_in_parts(monkeypatch, tmp_path, wrong):
+    """Platform cpu is one like flash_metal, and these sums in parts are known to be
+    wrong.
+    """
+    proofs = plant(monkeypatch, tmp_path)
+    verdicts = {wrong: kernel_proof.Verdict(None, "planted")}
+    proofs.add(verdicts)
+    prove = proofs.prove
+    monkeypatch.setattr(
+        proofs,
+        "prove",
+        lambda case: verdicts if case.is_grouped and case.choice else prove(case),
+    )
+
+
+@pytest.mark.filterwarnings("error::jax_flash_metal.kernel_proof.KernelWarning")
+@pytest.mark.filterwarnings("error::jax_flash_metal.tunings.TuningWarning")
+def test_sums_in_parts_that_are_wrong_are_not_held_against_others(
+    monkeypatch, tmp_path, stored
+):
+    _, wrong = stored_for(stored, SHAPES)
+    plant_in_parts(monkeypatch, tmp_path, wrong)
+    assert has_kernels(lowered(is_causal=True))
+    assert plan("backward", is_causal=True)["origin"] == "measured"
+
+
+@pytest.mark.filterwarnings("error::jax_flash_metal.kernel_proof.KernelWarning")
+def test_rows_whose_sums_in_parts_are_wrong_do_not_make_any(
+    monkeypatch, tmp_path, stored
+):
+    shapes = ((1, 100, 100, 40), (1, 120, 2, 40), (1, 120, 2, 40))
+    shape_class, wrong = stored_for(stored, shapes)
+    plant_in_parts(monkeypatch, tmp_path, wrong)
+    expected = f"backward pass of {shape_class} is not used: the kernel {wrong} is "
+    with pytest.warns(tunings.TuningWarning, match=expected):
+        assert has_kernels(lowered(structs(shapes=shapes), is_causal=True))
+    assert tunings.load() == {
+        stored.shape_class: stored,
+        shape_class: dataclasses.replace(stored, shape_class=shape_class).without(
+            "backward"
+        ),
+    }
+
+
+def planned(monkeypatch):
+    """What the planner is asked from now on of calls like the tuned one: the pass, and
+    whether the batch is there.
+    """
+    asked = []
+    real = AttentionLibrary._plan
+
+    def record(self, problem, which, size):
+        if problem.q_len == SHAPES[0][1]:
+            asked.append((which, problem.num_batch_dims > 0))
+        return real(self, problem, which, size)
+
+    monkeypatch.setattr(AttentionLibrary, "_plan", record)
+    return asked
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_call_of_another_class_is_planned_without_its_batch(monkeypatch):
+    """With it that takes seconds; the class alone is asked for with it, once a pass."""
+    operands, config = jax_flash_metal.api.prepare_abstract(*structs())
+    asked = planned(monkeypatch)
+    tunings.prove_rows(config, operands._asdict(), "backward", has_features=False)
+    assert asked == [("forward", True), ("forward", False)]
+    asked.clear()
+    lowered(implementation="metal")
+    assert ("backward", False) in asked and ("backward", True) not in asked
+    assert asked.count(("forward", True)) == 2
+
+
+@pytest.mark.parametrize("what", ["this pass", "another class"])
+@pytest.mark.filterwarnings("error::jax_flash_metal.tunings.TuningWarning")
+def test_what_is_measured_during_a_proof_is_not_dropped(monkeypatch, stored, what):
+    bad, *others = kernel_choices.rows_of("attention_forward", "float16", 64)[::-1]
+    assert stored.forward.kernels == (bad,)
+    chosen = dataclasses.replace(stored.forward, kernels=(others[0],))
+    new = dataclasses.replace(stored, created="then", forward=chosen)
+    if what == "another class":
+        new = dataclasses.replace(new, shape_class=CLASS)
+
+    def prove(case):
+        if bad not in case.choice:
+            return {}
+        if new not in tunings.load().values():
+            tunings.keep(new)
+        return {bad: kernel_proof.Verdict(None, "planted")}
+
+    monkeypatch.setattr(kernel_proof, "prove", prove)
+    if what == "this pass":
+        lowered(is_causal=True, implementation="metal")
+        assert tunings.load() == {new.shape_class: new}
+        return
+    with pytest.warns(tunings.TuningWarning, match="planted"):
+        lowered(is_causal=True, implementation="metal")
+    assert tunings.load() == {
+        CLASS: new,
+        stored.shape_class: stored.without("forward"),
+    }
+
+
+# -- Programs for several devices ------------------------------------------------------
+
+
+def test_each_part_of_a_partitioned_program_is_asked_for(stored, tmp_path):
+    """By its own class, whatever that of the whole arrays would take."""
+    wrong = [name for name in chosen_by_table() if name not in kernels_of(stored)]
+    done = run_python(
+        "from tests.autotune import test_calls; "
+        f"test_calls.run_partitioned({str(tmp_path)!r}, {wrong})",
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        JAX_PLATFORMS="cpu",
+    )
+    assert done.returncode == 0, done.stderr
+    tuned, untuned, demanded = map(json.loads, done.stdout.splitlines())
+    assert tuned == {"kernels": True, "warnings": []}
+    assert not untuned["kernels"]
+    assert len(untuned["warnings"]) == len(wrong) == 2  # a pass each
+    for name, warning in zip(wrong, untuned["warnings"]):
+        assert f"the kernel {name}" in warning and " is disabled on " in warning
+    text = f"implementation='metal' cannot run this call: the kernel {wrong[0]} is "
+    assert text in demanded["error"]
+
+
+def run_partitioned(folder, wrong):
+    """Prints a line each of three programs, run in a process with four devices."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tunings, "_folder", lambda: ROOT / folder / "autotune")
+        plant(monkeypatch, ROOT / folder, *wrong)
+        for options in (
+            {"is_causal": True},
+            {},
+            {"implementation": "metal"},
+        ):
+            print(json.dumps(partitioned(**options)), flush=True)
+
+
+def partitioned(**options):
+    """Of gradients of a call whose parts have SHAPES: are they by kernels?"""
+
+    def total(*qkv, **more):
+        out = jax_flash_metal.flash_attention(*qkv, **{**options, **more})
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    operands = arrays(shapes=[(4 * batch, *others) for batch, *others in SHAPES])
+    step = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_devices = [jax.device_put(x, split) for x in operands]
+        program = step.lower(*on_devices)
+        try:
+            program = program.compile()
+        except RuntimeError as error:
+            return {"error": str(error)}
+    reference = functools.partial(total, implementation="xla")
+    expected = jax.grad(reference, argnums=(0, 1, 2))(*operands)
+    for actual, right in zip(program(*on_devices), expected):
+        np.testing.assert_allclose(actual, right, atol=1e-2, rtol=1e-2)
+    ours = (kernel_proof.KernelWarning, tunings.TuningWarning)
+    return {
+        "kernels": has_kernels(program.as_text()),
+        "warnings": [str(w.message) for w in caught if issubclass(w.category, ours)],
+    }
 
 
 # -- The reference ---------------------------------------------------------------------

@@ -242,6 +242,16 @@ def test_measured_kernels_serve_where_those_of_the_table_are_wrong(batched):
     assert default in proofs.objection(batched, "forward")
 
 
+def test_the_kernels_of_a_plan_are_proven_whatever_calls_take(batched):
+    """Of the table's, while other threads run what was measured."""
+    default, *_, other = rows("forward")
+    plan = LIBRARY.outline(batched, "forward")
+    proofs = kernel_proof._Proofs(Wrong([default]))
+    with chosen(batched, "forward", other):
+        assert proofs.objection(batched, "forward") is None
+        assert default in proofs.objection(batched, "forward", plan=plan)
+
+
 def test_verdicts_are_of_rows_and_not_of_calls(batched):
     """Whatever the class, a row is proven once."""
 
@@ -310,7 +320,7 @@ def test_a_row_that_is_wrong_in_one_form_serves_the_other():
     )
     in_form = {"A": Choice("A", (dq, dkv)), "B": Choice("B", (dkv, product))}
     proofs = kernel_proof._Proofs(LIBRARY)
-    for ending, wrong in ((" of form B", "B"), (" of form B in parts", "B"), ("", "A")):
+    for ending, wrong in ((" of form B", "B"), ("", "A")):
         proofs._verdicts = {f"{dkv}{ending}": Verdict(None, "planted")}
         known = {form: proofs.known_failure(c, False) for form, c in in_form.items()}
         right = "A" if wrong == "B" else "B"
@@ -318,6 +328,17 @@ def test_a_row_that_is_wrong_in_one_form_serves_the_other():
             wrong: f"the kernel {dkv}{ending} is disabled: planted",
             right: None,
         }
+
+
+def test_sums_in_parts_that_are_wrong_are_not_held_against_a_choice():
+    """Few calls that take it make them; `objection` asks for those."""
+    dkv, product = rows("backward_dkv")[0], rows("backward_dq_product")[0]
+    proofs = kernel_proof._Proofs(LIBRARY)
+    wrong = f"{dkv} of form B in parts"
+    proofs.add({wrong: Verdict(None, "planted")})
+    assert proofs.known_failure(Choice("B", (dkv, product)), True) is None
+    assert proofs.objection(shape_problem(LARGE), "backward") is None
+    assert wrong in proofs.objection(shape_problem(LARGE_GROUPED), "backward")
 
 
 def test_a_case_is_proven_on_request_once():
