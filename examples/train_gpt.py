@@ -294,7 +294,7 @@ def main() -> int:
     print("sample:")
     sample = generate(model, params, b"def ", arguments.sample, arguments.seed)
     print("    " + sample.replace("\n", "\n    "))
-    print(f"{time.perf_counter() - started:.0f} s in total")
+    print(f"{time.perf_counter() - started:.0f} s of training and checking")
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if failures else 0

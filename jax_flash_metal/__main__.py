@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jax_flash_metal import bench, counts, doctor
+from jax_flash_metal._version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,10 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m jax_flash_metal",
         description="FlashAttention for JAX: tests an installation, measures, counts.",
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (doctor, bench, counts):
         command.add_command(commands)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:  # with the options of the command, which parse_args() would not list
+        named: argparse.ArgumentParser = commands.choices[options.command]
+        named.error(f"unrecognized arguments: {' '.join(unknown)}")
     status: int = options.run(options)
     return status
 

@@ -24,8 +24,8 @@ _HEADER = (
     "dtype",
     "mask",
     "pass",
-    "ours",
-    "unfused",
+    "ours (predicted)",
+    "unfused (predicted)",
     "unfused/ours",
     "of peak",
     "limits",
@@ -41,7 +41,7 @@ def row(
     chip: Chip, shape: AttentionShape, dtype: str, is_causal: bool, pass_: str
 ) -> list[str]:
     """The cells of a case."""
-    mask = "causal" if is_causal else "none"
+    mask = "causal" if is_causal else "full"
     cells = [chip.name, str(shape), dtype, mask, pass_]
     if not is_modelled(shape):
         return [*cells, "not modelled", "", "", "", WHY_NOT_MODELLED]
@@ -67,10 +67,10 @@ def lines(
     """A table of (shape, dtype, is_causal, pass) on chips; "of peak" is by products."""
     table = [list(_HEADER)]
     table += [row(CHIPS[name], *case) for case in cases for name in chips]
+    yield NOTE
     widths = [max(map(len, column)) for column in zip(*table)]
     for cells in table:
         yield "  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip()
-    yield NOTE
 
 
 def _milliseconds(seconds: float) -> str:

@@ -63,7 +63,7 @@ def install(python: str, pins: Sequence[str] = ()) -> None:
     wanted = hashlib.sha256(project + repr((str(ROOT), pins)).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    print(f"installing into {stamp.parent.name}: takes a minute or two", flush=True)
+    print(f"installing into {stamp.parent.name}: takes some minutes", flush=True)
     pip(python, *requirements(), *pins)
     pip(python, "--no-deps", "--require-hashes", "-r", str(HOSTS))
     pip(python, "--no-build-isolation", "--no-deps", "-e", ".")

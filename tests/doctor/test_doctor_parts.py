@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import jax_flash_metal
 from jax_flash_metal import __main__ as command_line
 from jax_flash_metal import command_options, crashes, doctor, hosts
 from jax_flash_metal.benchmark_shapes import SHAPE_SETS
@@ -558,3 +559,20 @@ def test_seed_shapes():
         (2, 32, 4, 256, 64),
     ]
     assert str(SHAPE_SETS["seed"][9]) == "B1 Hq32 Hkv8 L512 D64"
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "counts"])
+def test_a_misspelt_option_lists_those_of_its_command(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([command, "--no-such-option"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"jax_flash_metal {command} [-h]" in said
+    assert said.endswith("error: unrecognized arguments: --no-such-option\n")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == jax_flash_metal.__version__

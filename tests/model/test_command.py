@@ -26,7 +26,7 @@ def test_prints_a_line_for_each_case_and_chip(capsys):
         "float16",
     )
     assert run("--model", "M1", "M4 Max", *arguments) == 0
-    header, *rows, note = capsys.readouterr().out.splitlines()
+    note, header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:2] == ["chip", "problem"]
     assert [row[:6].strip() for row in rows] == ["M1", "M4 Max"]
     assert all("causal" in row and "ms" in row for row in rows)
@@ -36,7 +36,7 @@ def test_prints_a_line_for_each_case_and_chip(capsys):
 def test_default_chips(capsys):
     assert run("--model", "--set", "short", "--full", "--pass", "forward") == 0
     out = capsys.readouterr().out
-    rows = out.splitlines()[1:-1]
+    rows = out.splitlines()[2:]
     assert {row.split()[0] for row in rows} == set(gpu_report.DEFAULT_CHIPS)
 
 
