@@ -533,7 +533,7 @@ def _params(table: list[tuple[Any, Bug]], every: int = 1) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("caught_by", "bug"), _params(BUGS, every=2))
+@pytest.mark.parametrize(("caught_by", "bug"), _params(BUGS, every=3))
 def test_bug_is_caught(caught_by: str, bug: Bug, tmp_path: Path):
     _check_is_caught(caught_by, bug, CASES[part_of(bug)], tmp_path)
 
