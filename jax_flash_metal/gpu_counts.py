@@ -242,13 +242,11 @@ class _Tiling:
         """Adds setting the tiles of a block's operands, all columns of them."""
         if not self.is_shared:
             return
-        num_bytes = num_operands * self.others * 8 * self.head_dim * self.size
-        work.device_read += num_bytes
-        work.threadgroup_write += (
-            num_operands * self.others * 8 * self.columns * 8 * self.size
-        )
+        rows = num_operands * self.others * 8
+        elements = rows * self.columns * 8
+        work.device_read += rows * self.head_dim * self.size
+        work.threadgroup_write += elements * self.size
         # 16 bytes at once, by loads and stores of four elements.
-        elements = num_operands * self.others * 8 * self.columns * 8
         work.loads += 2 * elements / (4 * 32)
         work.addresses += elements * self.size / (16 * 32)
         work.barriers += barriers * self.num_tiles

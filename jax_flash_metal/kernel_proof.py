@@ -179,11 +179,13 @@ class _Proofs:
         self._lock = threading.RLock()
         self._verdicts: dict[str, Verdict] = {}
         self._path: Path | None = None
-        self._no_device: str | None = None
+        self.missing_device: str | None = None
         try:
             identity = _identity(library)
         except AttentionError as error:
-            self._no_device = _clause(f"the kernels have no device to run on: {error}")
+            self.missing_device = _clause(
+                f"the kernels have no device to run on: {error}"
+            )
             return
         folder = platforms.cache_folder()
         if folder is not None:
@@ -193,12 +195,8 @@ class _Proofs:
         self._verdicts = self._read()
 
     @property
-    def missing_device(self) -> str | None:
-        return self._no_device
-
-    @property
     def family(self) -> str:
-        return "" if self._no_device else str(self._identity["family"])
+        return "" if self.missing_device else str(self._identity["family"])
 
     def objection(
         self,
@@ -207,8 +205,8 @@ class _Proofs:
         has_features: bool = False,
         plan: Mapping[str, Any] | None = None,
     ) -> str | None:
-        if self._no_device is not None:
-            return self._no_device
+        if self.missing_device is not None:
+            return self.missing_device
         try:
             keys, cases = self._asked(problem, which, has_features, plan)
         except AttentionError:

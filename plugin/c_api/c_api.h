@@ -150,8 +150,8 @@ int jfm_set_kernel_choices(const char* text, char* error, size_t error_size);
 void jfm_set_gpu_family(int family);
 
 // Form B keeps at most so many bytes of the score gradient at once, if that is enough for 128
-// keys of one head; 0 = the device's own limit: at least 64 MiB, on
-// a GPU 24 MiB per core up to 1/32 of its memory.
+// keys of one head; 0 = the device's own limit: at least 64 MiB, on a GPU 24 MiB per core up to
+// 1/32 of its memory.
 void jfm_set_score_gradient_limit(int64_t bytes);
 
 // For tests and benchmarks of the CPU kernels. The instruction sets that this machine can run,

@@ -163,17 +163,16 @@ def _word_findings(tokens: Iterable[rewrite.Token]) -> Iterator[SourceError]:
     code = [token for token in tokens if token.kind not in ("space", "marker")]
     for token, following in zip(code, [*code[1:], code[0]]):
         word = token.value
-        not_ours = token.kind == "name" and (
-            word in _UNAVAILABLE or (word == "private" and following.value != ":")
-        )
-        if token.kind == "name" and word in _QUALIFIERS and following.value != "void":
-            yield SourceError(
-                token.file, token.line, f"'{word}' is a keyword of MSL, and no name"
-            )
-        if not_ours or (token.kind == "number" and _LONG_DOUBLE.fullmatch(word)):
-            yield SourceError(
-                token.file, token.line, f"'{word}' is not available in MSL"
-            )
+        problem = ""
+        if token.kind == "number" and _LONG_DOUBLE.fullmatch(word):
+            problem = "is not available in MSL"
+        elif token.kind == "name":
+            if word in _UNAVAILABLE or (word == "private" and following.value != ":"):
+                problem = "is not available in MSL"
+            elif word in _QUALIFIERS and following.value != "void":
+                problem = "is a keyword of MSL, and no name"
+        if problem:
+            yield SourceError(token.file, token.line, f"'{word}' {problem}")
 
 
 # -- Rules of kernel signatures ------------------------------------------------------
